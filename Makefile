@@ -1,0 +1,53 @@
+# make setup · demo · test · test-fast · bench · stress · check · clean
+# Everything runs in .venv, which is made on first use and again when the dependencies change.
+PYTHON ?= python3.11
+BIN := .venv/bin
+# Two workers with one thread each: more threads than cores make every one of them slower.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/pytest -n 2
+
+DEMO_ARGS ?= --task niah_multikey_1 --length 1500 --items 6 --seed 0 --out out/demo
+CHECK_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: setup demo lint test test-fast bench stress check clean
+
+setup: .venv/.embedded
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/.embedded: .venv/.installed kvprobe/embedded.py kvprobe/conversion.py
+	$(BIN)/python -m kvprobe.embedded
+	touch $@
+
+demo: setup
+	$(BIN)/kvprobe niah $(DEMO_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(PYTEST)
+
+# Without what takes more than ten seconds, and without the linters.
+test-fast: setup
+	$(PYTEST) -m 'not slow'
+
+bench: setup
+	$(BIN)/python kernels/bench/run.py $(BENCH_ARGS)
+
+# The suite three times over with twice as many workers as cores: what passes only when it runs alone fails here.
+stress: setup
+	for round in 1 2 3; do $(BIN)/pytest -n 4 --dist worksteal || exit 1; done
+
+check: setup
+	$(BIN)/kvprobe check $(CHECK_ARGS)
+
+clean:
+	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,47 @@
+"""Errors that name what was given and what is allowed.
+
+Every mistake that a user can make raises a :class:`KVProbeError` subclass with a one-line message; the command line
+prints that line and exits 2. Broken invariants of our own raise ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class KVProbeError(Exception):
+    """Base class of every error that kvprobe raises about its input."""
+
+
+class ModelError(KVProbeError):
+    """A model that cannot be found, loaded, or intervened on."""
+
+
+class PromptError(KVProbeError):
+    """Text, token ids or spans that do not fit together."""
+
+
+class InterventionError(KVProbeError):
+    """A mask (or other intervention) that cannot be applied as asked."""
+
+
+class ReceiptError(KVProbeError):
+    """An intervention ran, but its receipt does not hold: the result must not be used."""
+
+
+class TaskError(KVProbeError):
+    """An unknown task, or settings from which no item can be built."""
+
+
+class TheoryError(KVProbeError):
+    """Tensors outside the domain of a formula."""
+
+
+class StatisticsError(KVProbeError):
+    """A table that a statistic is not defined on."""
+
+
+class DataError(KVProbeError):
+    """A file or download that is missing, corrupt or not of the expected form."""
+
+
+class RecordError(KVProbeError):
+    """An output folder or file that cannot be written."""

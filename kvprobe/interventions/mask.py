@@ -1,0 +1,199 @@
+"""KVMask: the exact counterfactual "this token was not in the cache"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.errors import InterventionError
+from kvprobe.interventions.plan import ArmBias, Cut, Rows, Scene
+
+Keys = Sequence[Any]
+POLICIES = ("raise", "zero", "keep_self")
+RULES = ("suffix", "after", "generated")
+
+
+@dataclass(frozen=True)
+class KVMask:
+    """Add −∞ (or a finite −β) to the attention logits of chosen keys.
+
+    With β = ∞ a chosen query attends as if the keys had never been cached: ``A' = N ⊙ A / R`` with N = 0 on the keys and
+    R the retained mass (CriticalKV, arXiv 2502.03805, Theorem 3.2). K and V need no separate treatment. With finite β,
+    N = e^{−β} on the keys.
+
+    Parameters
+    ----------
+    keys
+        Token spans ``(start, stop)``, half-open, or names of the prompt's spans; one span may be given bare. ``[]`` is
+        the identity: an arm that masks nothing.
+    layers
+        None for all, one index, or several.
+    heads
+        None for all, one query-head index, several, or ``{layer: heads}`` for different heads per layer.
+    queries
+        ``"suffix"``: the last ``suffix`` prompt tokens and whatever follows them (eviction after prefill);
+        ``"after"``: every position after the span (it never existed for what follows);
+        ``"generated"``: tokens after the prompt only; or explicit absolute positions.
+    beta
+        Strength in nats; ``inf`` removes.
+    on_empty
+        A row whose visible keys are all removed has no attention: ``"raise"`` (default), ``"zero"`` (head output
+        exactly 0) or ``"keep_self"`` (a query's own key is never masked).
+    name
+        Label for tables.
+
+    Raises
+    ------
+    InterventionError
+        When compiled for a prompt that it does not fit.
+    """
+
+    keys: Keys
+    layers: int | Sequence[int] | None = None
+    heads: int | Sequence[int] | Mapping[int, Sequence[int]] | None = None
+    queries: str | Sequence[int] = "suffix"
+    beta: float = math.inf
+    on_empty: str = "raise"
+    name: str | None = None
+
+    def check(self, scene: Scene) -> None:
+        """Refuse what cannot be applied to this prompt and model, in one line."""
+        if self.on_empty not in POLICIES:
+            raise InterventionError(f"on_empty={self.on_empty!r} is not one of {', '.join(POLICIES)}")
+        if not self.beta > 0:
+            raise InterventionError(f"beta={self.beta!r} must be positive (nats; inf removes the keys)")
+        for layer in self._layers(scene):
+            if not 0 <= layer < scene.n_layers:
+                raise InterventionError(f"layer {layer} does not exist: the model has layers 0 … {scene.n_layers - 1}")
+            for head in self._heads(layer) or ():
+                if not 0 <= head < scene.n_heads:
+                    raise InterventionError(f"head {head} does not exist: the model has heads 0 … {scene.n_heads - 1}")
+        self._spans(scene)
+        self._rows(scene, 0)
+
+    def cuts(self, layer: int, scene: Scene) -> list[Cut]:
+        """The cuts of one layer, empty where this mask does not apply."""
+        heads = self._heads(layer)
+        if layer not in self._layers(scene) or heads == ():
+            return []
+        keep_self = self.on_empty == "keep_self"
+        return [
+            Cut(start, stop, self._rows(scene, stop), -self.beta, heads, keep_self, self.on_empty)
+            for start, stop in self._spans(scene)
+        ]
+
+    def fwd_hooks(
+        self, model: Any, prompt: Any, suffix: int | None = None
+    ) -> list[tuple[str, Callable[[Tensor, Any], Tensor]]]:
+        """The same intervention for TransformerLens: ``model.bridge.run_with_hooks(ids, fwd_hooks=…)``.
+
+        The hooks expect one uncached run over the whole prompt without its left pads (``prompt.ids[prompt.pad:][None]``);
+        any other shape of scores is an error. Scores are edited in place, in their own dtype and device.
+        """
+        scene = model.scene(prompt, suffix)
+        self.check(scene)
+        from kvprobe.interventions.plan import compile_arms
+
+        plan = compile_arms([[self]], scene)
+        silenced = {layer: [(h, q) for at, h, q in plan.silenced[0] if at == layer] for layer, _, _ in plan.silenced[0]}
+        hooks: list[tuple[str, Callable[[Tensor, Any], Tensor]]] = []
+        for layer, by_arm in sorted(plan.layers.items()):
+            hooks.append((f"blocks.{layer}.attn.hook_attn_scores", score_hook(by_arm[0], scene)))
+            if silenced.get(layer):
+                hooks.append((f"blocks.{layer}.attn.hook_pattern", _zero_hook(silenced[layer])))
+        return hooks
+
+    def _layers(self, scene: Scene) -> Sequence[int]:
+        if self.layers is None:
+            return tuple(self.heads) if isinstance(self.heads, Mapping) else range(scene.n_layers)
+        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+
+    def _heads(self, layer: int) -> tuple[int, ...] | None:
+        if self.heads is None:
+            return None
+        if isinstance(self.heads, Mapping):
+            chosen = self.heads.get(layer, ())
+            return (chosen,) if isinstance(chosen, int) else tuple(chosen)
+        return (self.heads,) if isinstance(self.heads, int) else tuple(self.heads)
+
+    def _spans(self, scene: Scene) -> list[tuple[int, int]]:
+        """Real, merged, sorted spans: overlapping keys are masked once."""
+        named = dict(scene.spans)
+        given = [self.keys] if isinstance(self.keys, str) or _bare(self.keys) else list(self.keys)
+        spans: list[tuple[int, int]] = []
+        for item in given:
+            if isinstance(item, str):
+                if item not in named:
+                    raise InterventionError(f"the prompt has no span {item!r}; it has {sorted(named) or 'none'}")
+                item = named[item]
+            if not (isinstance(item, Sequence) and len(item) == 2 and all(_integer(value) for value in item)):
+                raise InterventionError(f"keys must hold (start, stop) pairs or span names, not {item!r}")
+            spans.append(scene.real(int(item[0]), int(item[1])))
+        return _merge(spans)
+
+    def _rows(self, scene: Scene, span_stop: int) -> Rows:
+        if isinstance(self.queries, str):
+            if self.queries not in RULES:
+                raise InterventionError(f"queries={self.queries!r} is not one of {', '.join(RULES)} or a list of positions")
+            first = {"suffix": scene.n - scene.suffix, "after": span_stop, "generated": scene.n}[self.queries]
+            return Rows(first)
+        positions = sorted({int(q) for q in self.queries})
+        total = scene.n + scene.offset
+        bad = [q for q in positions if q < scene.offset]
+        if bad or not positions:
+            raise InterventionError(f"query positions {bad or positions} are not allowed: give {scene.offset} … {total - 1} or later")
+        real = tuple(q - scene.offset for q in positions)
+        return Rows(real[0], real)
+
+
+def _integer(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _bare(keys: Keys) -> bool:
+    return len(keys) == 2 and all(_integer(value) for value in keys)
+
+
+def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def score_hook(bias: ArmBias, scene: Scene) -> Callable[[Tensor, Any], Tensor]:
+    """A TransformerLens hook that adds the bias to one whole uncached run's scores, in place."""
+
+    def edit(scores: Tensor, hook: Any) -> Tensor:
+        if scores.shape[-1] != scene.n or scores.shape[-2] != scene.n:
+            raise InterventionError(
+                f"{hook.name}: scores of shape {tuple(scores.shape)}, but these hooks are for one uncached run over "
+                f"{scene.n} tokens"
+            )
+        positions = torch.arange(scene.n, device=scores.device)
+        touched = torch.stack([cut.rows.touches(positions) for cut in bias.cuts]).any(0).nonzero().flatten()
+        columns = bias.columns.to(scores.device)
+        add = bias.at(touched).to(scores.dtype)
+        scores[:, :, touched[:, None], columns[None, :]] += add
+        return scores
+
+    return edit
+
+
+def _zero_hook(rows: Sequence[tuple[int, int]]) -> Callable[[Tensor, Any], Tensor]:
+    heads, queries = (list(part) for part in zip(*rows, strict=True))
+
+    def edit(pattern: Tensor, hook: Any) -> Tensor:
+        # A silenced row has no keys left; the softmax has filled it with invisible ones.
+        pattern[:, heads, queries] = 0
+        return pattern
+
+    return edit

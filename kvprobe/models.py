@@ -1,0 +1,220 @@
+"""load(): a TransformerLens bridge, its tokenizer, and a fast twin on the same weights, checked before it is handed out.
+
+The only module that imports transformer_lens.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe import attention, checks, engine
+from kvprobe.errors import ModelError
+from kvprobe.interventions.plan import Scene
+
+EMBEDDED = ("smollm2-135m", "smollm2-135m-instruct")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and kinds, per model and per layer."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_model: int
+    vocab: int
+    windows: tuple[int | None, ...]
+    softcaps: tuple[float | None, ...]
+    has_sink: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.n_heads // self.n_kv_heads
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model ready to be probed.
+
+    Attributes
+    ----------
+    bridge
+        TransformerLens' TransformerBridge (eager attention, every hook).
+    twin
+        The same transformers class on the same parameter tensors, with kvprobe's attention: the fast path.
+    report
+        The capability check that ran at load (:class:`kvprobe.checks.Report`).
+    """
+
+    name: str
+    bridge: Any
+    twin: Any
+    tokenizer: Any
+    geometry: Geometry
+    report: checks.Report
+    max_length: int | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding lives."""
+        return next(iter(self.twin.parameters())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return next(iter(self.twin.parameters())).dtype
+
+    def w_o(self, layer: int) -> Tensor:
+        """W_O of one layer as a view, [H, d, D]."""
+        module = engine.attention_modules(self.twin, self.geometry.n_layers)[layer]
+        return engine.output_weights(module, self.geometry.n_heads)
+
+    def scene(self, prompt: Any, suffix: int | None = None) -> Scene:
+        """What a plan must know of this model and a prompt."""
+        n = len(prompt) - prompt.pad
+        if suffix is not None and not 0 < suffix <= n:
+            raise ModelError(f"suffix={suffix} does not fit a prompt of {n} tokens: allowed is 1 … {n}")
+        geometry = self.geometry
+        spans = tuple(prompt.spans.items())
+        return Scene(n, suffix or 0, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans)
+
+    def decode(self, ids: Any) -> str:
+        """Text of token ids, special tokens kept."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What every saved result carries about its model."""
+        return {
+            "model": self.name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "processing": self.report.processing,
+            "versions": dict(self.report.versions),
+        }
+
+
+def load(
+    name: str | os.PathLike[str] = "smollm2-135m",
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Model:
+    """Load a model and prove that it can be intervened on.
+
+    Parameters
+    ----------
+    name
+        ``"smollm2-135m"`` (fetched and converted once), a local folder, or a hub name that transformers understands.
+    dtype, device, options
+        Passed to transformers (``revision``, ``device_map``, …). The embedded model is fp32.
+    trust_remote_code
+        Off unless asked for.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be found, or a capability check fails: the message names layer, class, versions and a way out.
+    """
+    source, label = _resolve(name)
+    hf, tokenizer = _from_transformers(source, label, dtype, trust_remote_code, options)
+    if device is not None:
+        hf = hf.to(device)
+    hf.eval()
+    _refuse_unsupported(hf, label)
+    probe = checks.probe_ids(hf)
+    reference = checks.reference_logits(hf, probe)
+    twin = make_twin(hf)
+    bridge = _boot(source, hf, tokenizer, label)
+    geometry, report = checks.run(label, hf, twin, bridge, probe, reference)
+    return Model(label, bridge, twin, tokenizer, Geometry(**geometry), report, _max_length(hf.config))
+
+
+def make_twin(hf: Any) -> Any:
+    """The same class on the same parameter and buffer tensors, with kvprobe's attention; no weight is copied.
+
+    Equal to ``copy.deepcopy(hf)`` except that every parameter and buffer is the original object.
+    """
+    attention.register()
+    shared = {id(tensor): tensor for tensor in (*hf.parameters(), *hf.buffers())}
+    twin = copy.deepcopy(hf, dict(shared))
+    twin.set_attn_implementation(attention.NAME)
+    if twin.config._attn_implementation != attention.NAME:
+        raise ModelError(
+            f"{type(hf).__name__} keeps its own attention (set_attn_implementation had no effect): kvprobe cannot see its "
+            "logits. Way out: KVMask.fwd_hooks with TransformerLens' run_with_hooks, or a class that uses transformers' "
+            "AttentionInterface"
+        )
+    return twin
+
+
+def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
+    text = os.fspath(name)
+    if text.lower() in EMBEDDED:
+        from kvprobe import embedded
+
+        return str(embedded.ensure()), EMBEDDED[0]
+    if Path(text).is_dir():
+        return text, Path(text).resolve().name
+    if Path(text).is_file() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise ModelError(f"{text!r} is not a model folder: give 'smollm2-135m', a folder with config.json, or a hub name")
+    return text, text
+
+
+def _from_transformers(
+    source: str, label: str, dtype: torch.dtype | str | None, trust: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    keep = {key: options[key] for key in ("revision", "token", "local_files_only", "cache_dir", "subfolder") if key in options}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **keep)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a reachable hub name)"
+        ) from error
+    return model, tokenizer
+
+
+def _refuse_unsupported(hf: Any, label: str) -> None:
+    """Attention patterns that positions and a window do not describe, and weights that cannot be shared."""
+    config = hf.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(config, "attention_chunk_size", None):
+        raise ModelError(f"{label}: attention of kind {sorted(kinds) or ['chunked']} is not supported; allowed: full and sliding")
+    if getattr(hf.config, "is_encoder_decoder", False):
+        raise ModelError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
+    if any(parameter.device.type == "meta" for parameter in hf.parameters()):
+        raise ModelError(f"{label} is partly offloaded to disk: the twin cannot share its weights; load it whole")
+
+
+def _boot(source: str, hf: Any, tokenizer: Any, label: str) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    try:
+        return TransformerBridge.boot_transformers(source, hf_model=hf, tokenizer=tokenizer)
+    except Exception as error:  # TransformerLens raises many kinds here; the user needs one line
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"TransformerLens has no working bridge for {label} ({type(hf).__name__}): {reason}") from error
+
+
+def _max_length(config: Any) -> int | None:
+    text = config.get_text_config()
+    value = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(value) if value else None

@@ -1,0 +1,129 @@
+"""Outcome of one arm: its logits, its receipt, and attention that is corrected before it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvprobe import theory
+from kvprobe.errors import InterventionError
+from kvprobe.interventions.plan import ArmBias
+from kvprobe.receipts import Receipt
+from kvprobe.theory import ConditionalSplit, OwnSplit
+from kvprobe.traces import Trace, rows_from_logits
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of one arm.
+
+    Attributes
+    ----------
+    logits
+        [rows, vocab]; row i predicts the token after ``positions[i]``.
+    positions
+        Absolute positions of the logits' rows, pads counted.
+    ids
+        Tokens of prompt and continuation.
+    receipt
+        Verified evidence of what the intervention did.
+    generated
+        Greedy tokens, if asked for.
+    trace
+        The arm's own rows *before* its bias (its unmasked attention A⁺), over all rows that ran.
+    """
+
+    logits: Tensor
+    positions: list[int]
+    ids: Tensor
+    receipt: Receipt
+    generated: list[int] = field(default_factory=list)
+    trace: Trace | None = None
+    biases: Mapping[int, ArmBias] = field(default_factory=dict, repr=False)
+
+    def own_attention(self, layer: int) -> Tensor:
+        """A⁺ [H, T, n]: softmax of the arm's own logits without its bias."""
+        return self._trace().layer(layer).attention
+
+    def attention(self, layer: int) -> Tensor:
+        """A′ [H, T, n]: the attention that the arm used. Survivors are inflated by 1/R; compare with care."""
+        view = self._trace().layer(layer)
+        return rows_from_logits(view.logits + self._bias(layer, view.logits), view.sink)
+
+    def corrected_attention(self, layer: int, reference: str = "own", clean: Trace | Outcome | None = None) -> Tensor:
+        """Ã′ = A′ · R [H, T, n]: the arm's attention with the renormalisation taken out.
+
+        R is the retained mass of the arm's own unmasked row (``reference="own"``), or of the clean run's row
+        (``"clean"``, CriticalKV's literal reading; give ``clean``). In a clean run R = 1 and all three coincide.
+        Sources: CriticalKV Theorem 3.2; the own-row reading is derived for kvprobe.
+        """
+        if reference not in ("own", "clean"):
+            raise InterventionError(f"reference={reference!r} is not one of own, clean")
+        bias = self._bias(layer, self._trace().layer(layer).logits)
+        if reference == "own":
+            row, sink_mass = self.own_attention(layer), self._sink_mass(self.own_attention(layer), layer)
+        else:
+            if clean is None:
+                raise InterventionError("reference='clean' needs clean=, the clean arm's outcome or trace at these rows")
+            row = self._clean_rows(clean, layer)
+            sink_mass = self._sink_mass(row, layer)
+        weights = bias.exp().expand_as(row)
+        share = (row * weights).sum(-1) if sink_mass is None else (row * weights).sum(-1) + sink_mass
+        return theory.correct(self.attention(layer), share)
+
+    def keep(self, layer: int) -> Tensor:
+        """Boolean [H, T, n]: True where the arm's bias is not −∞."""
+        logits = self._trace().layer(layer).logits
+        return (self._bias(layer, logits) > -torch.inf).expand_as(logits)
+
+    def attention_change(self, layer: int, clean: Trace | Outcome) -> tuple[OwnSplit, ConditionalSplit]:
+        """Both exact splits of A′ − A_clean at this arm's rows (see :func:`kvprobe.theory.split_own`)."""
+        if any(0 > cut.bias > -torch.inf for bias in self.biases.values() for cut in bias.cuts):
+            raise InterventionError("attention_change is defined for −∞ masks; this arm has a finite beta")
+        A, keep, rows = self.attention(layer), self.keep(layer), self._clean_rows(clean, layer)
+        own = theory.split_own(A, self.own_attention(layer), rows, keep)
+        return own, theory.split_conditional(A, rows, keep, self._sink_mass(rows, layer))
+
+    def _trace(self) -> Trace:
+        if self.trace is None:
+            raise InterventionError("this outcome kept no trace: call intervene(…, keep_trace=True)")
+        return self.trace
+
+    def _bias(self, layer: int, logits: Tensor) -> Tensor:
+        """[H or 1, T, n] additive bias over all columns of the trace."""
+        trace = self._trace()
+        if layer not in self.biases:
+            return logits.new_zeros(1, *logits.shape[1:])
+        positions = torch.tensor(trace.queries, device=logits.device) - trace.pad
+        some = self.biases[layer].at(positions)
+        full = logits.new_zeros(some.shape[0], *logits.shape[1:])
+        full[..., self.biases[layer].columns.to(logits.device) + trace.pad] = some
+        return full
+
+    def _sink_mass(self, rows: Tensor, layer: int) -> Tensor | None:
+        sink = self._trace().data[layer].spec.sink
+        return None if sink is None else (1 - rows.sum(-1)).clamp_min(0)
+
+    def _clean_rows(self, clean: Trace | Outcome, layer: int) -> Tensor:
+        other = clean._trace() if isinstance(clean, Outcome) else clean
+        wanted, have = self._trace().queries, other.queries
+        missing = sorted(set(wanted) - set(have))
+        if missing or other.n != self._trace().n:
+            raise InterventionError(f"the clean rows do not cover this arm's queries (missing {missing[:5]}, keys {other.n})")
+        index = torch.tensor([have.index(query) for query in wanted])
+        return other.layer(layer).attention[:, index]
+
+
+def answer_logprobs(logits: Tensor, ids: Sequence[int] | Tensor) -> Tensor:
+    """ln p of each token of an answer [k], from the k rows of logits that predict it; fp32, in nats."""
+    target = torch.as_tensor(ids, device=logits.device)
+    return logits.float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def kl_divergence(clean: Tensor, ablated: Tensor) -> Tensor:
+    """KL(clean ‖ ablated) [rows] in nats, from two sets of logits [rows, vocab]; fp32."""
+    p, q = clean.float().log_softmax(-1), ablated.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)

@@ -1,0 +1,138 @@
+"""Receipts: the evidence that an intervention did what it says, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe.attention import LayerRecord, visible
+from kvprobe.errors import ReceiptError
+from kvprobe.interventions.plan import Plan
+
+LOW_RETAINED = 1e-6
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one arm of one run did.
+
+    Attributes
+    ----------
+    layers_named, layers_fired
+        Layers that the arm names, and those whose attention applied its bias.
+    masked_weight
+        Largest softmax weight left on a key with bias −∞: exactly 0.
+    cells_expected, cells_reached
+        (layer, head, query, key) cells that the bias should meet, counted from positions alone, and those it met.
+    retained
+        [L, H, T] R, the share of each row's own unmasked softmax that was kept; fp32, 1 where nothing was masked.
+    unseen
+        layer → number of masked keys that no touched query sees; masking them changed nothing.
+    silenced
+        (layer, head, query) rows without any key left that the ``zero`` policy set to 0.
+    """
+
+    layers_named: tuple[int, ...]
+    layers_fired: tuple[int, ...]
+    masked_weight: float
+    cells_expected: int
+    cells_reached: int
+    retained: Tensor = field(repr=False)
+    unseen: Mapping[int, int] = field(default_factory=dict)
+    silenced: Sequence[tuple[int, int, int]] = ()
+
+    @property
+    def low_retained(self) -> int:
+        """Rows with R < 1e-6: almost everything that they attended to was removed."""
+        return int((self.retained < LOW_RETAINED).sum())
+
+    @property
+    def smallest_retained(self) -> float:
+        """The smallest R of the run."""
+        return float(self.retained.min()) if self.retained.numel() else 1.0
+
+    def verify(self, what: str) -> Receipt:
+        """Raise :class:`ReceiptError` naming what does not hold; returns the receipt itself."""
+        problems = []
+        if self.layers_fired != self.layers_named:
+            problems.append(f"bias applied on layers {list(self.layers_fired)}, asked for {list(self.layers_named)}")
+        if self.masked_weight != 0:
+            problems.append(f"a masked key kept weight {self.masked_weight:.3g}")
+        if self.cells_reached != self.cells_expected:
+            problems.append(f"the bias met {self.cells_reached} visible cells, expected {self.cells_expected}")
+        if bool(torch.isnan(self.retained).any()):
+            problems.append("a retained mass is NaN")
+        if problems:
+            raise ReceiptError(f"{what}: the receipt does not hold: {'; '.join(problems)}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON."""
+        return {
+            "layers": len(self.layers_fired),
+            "masked_weight": self.masked_weight,
+            "cells": self.cells_reached,
+            "unseen_keys": sum(self.unseen.values()),
+            "silenced_rows": len(self.silenced),
+            "smallest_retained": self.smallest_retained,
+            "low_retained_rows": self.low_retained,
+        }
+
+
+def expected_cells(plan: Plan, arm: int, positions: Tensor, windows: Sequence[int | None], n_heads: int) -> int:
+    """Cells that an arm's bias should meet in queries at ``positions``, from positions, windows and cuts alone."""
+    total, known = 0, {}
+    for layer, by_arm in plan.layers.items():
+        if arm not in by_arm:
+            continue
+        bias = by_arm[arm]
+        key = (id(bias), windows[layer])
+        if key not in known:
+            values = bias.at(positions)
+            hit = (values < 0) & visible(positions, bias.columns, windows[layer])
+            known[key] = int(hit.sum()) * (n_heads if values.shape[0] == 1 else 1)
+        total += known[key]
+    return total
+
+
+@dataclass(frozen=True)
+class Step:
+    """The records of one forward pass of a batch, stacked over layers.
+
+    ``retained`` [L, B, H, t]; ``masked_weight`` and ``reached`` [L, B]; ``fired`` the layers that left a record.
+    """
+
+    positions: Tensor
+    retained: Tensor
+    masked_weight: Tensor
+    reached: Tensor
+    fired: frozenset[int]
+
+    @classmethod
+    def stack(cls, positions: Tensor, records: Mapping[int, LayerRecord], shape: tuple[int, int, int]) -> Step:
+        """``shape`` is (layers, arms, heads)."""
+        n_layers, arms, heads = shape
+        retained = torch.ones(n_layers, arms, heads, len(positions))
+        weight, reached = torch.zeros(n_layers, arms), torch.zeros(n_layers, arms, dtype=torch.int64)
+        for layer, record in records.items():
+            retained[layer], weight[layer] = record.retained, record.masked_weight
+            reached[layer] = record.reached
+        return cls(positions.cpu(), retained, weight, reached, frozenset(records))
+
+
+def collect(
+    plan: Plan, arm: int, row: int, steps: Sequence[Step], windows: Sequence[int | None], n_heads: int
+) -> Receipt:
+    """Join the records of one arm (row ``row`` of its batch) over the passes of a run."""
+    named = tuple(layer for layer in sorted(plan.layers) if arm in plan.layers[layer])
+    fired = tuple(layer for layer in named if all(layer in step.fired for step in steps))
+    chosen = list(named)
+    weight = max((float(step.masked_weight[chosen, row].max()) for step in steps if chosen), default=0.0)
+    reached = sum(int(step.reached[chosen, row].sum()) for step in steps)
+    expected = sum(expected_cells(plan, arm, step.positions, windows, n_heads) for step in steps)
+    retained = torch.cat([step.retained[:, row] for step in steps], -1)
+    return Receipt(named, fired, weight, expected, reached, retained, plan.unseen[arm], plan.silenced[arm])

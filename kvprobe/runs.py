@@ -1,0 +1,319 @@
+"""prefill, observe, intervene: one pass over the context, then only the tokens that matter.
+
+The context is prefilled once by the twin's fastest exact attention. What is observed or intervened on runs after it,
+against the shared prefix; many arms (one arm = one counterfactual) go through in batches without copying the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprobe import engine
+from kvprobe.attention import Run
+from kvprobe.engine import Prefix
+from kvprobe.errors import InterventionError, PromptError
+from kvprobe.interventions.plan import ArmBias, Intervention, Plan, Scene, compile_arms
+from kvprobe.outcomes import Outcome
+from kvprobe.receipts import Step, collect
+from kvprobe.traces import LayerData, Trace
+
+BATCH_TOKENS = 640
+"""New tokens per batch of arms: beyond this the matrix products stop gaining and activations leave the cache."""
+
+LOGITS_BYTES = 256 << 20
+
+
+def prefill(model: Any, prompt: Any, length: int | None = None) -> Prefix:
+    """Run the first ``length`` tokens of a prompt (all by default, left pads not counted) once.
+
+    Returns a :class:`Prefix` that :func:`observe` and :func:`intervene` accept, so that many calls share one pass.
+    """
+    ids = _real_ids(model, prompt)
+    length = len(ids) if length is None else length
+    if not 0 < length <= len(ids):
+        raise PromptError(f"cannot prefill {length} tokens of a prompt of {len(ids)}: allowed is 1 … {len(ids)}")
+    return engine.prefill(model.twin, ids[:length])[0]
+
+
+def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None = None) -> Trace:
+    """Attention logits of chosen queries over all keys, on every layer, from one pass.
+
+    Parameters
+    ----------
+    queries
+        One position, a list, or a slice; negative positions count from the end.
+    prefix
+        A prefilled context of this prompt. Queries must lie after it.
+
+    Returns
+    -------
+    Trace
+        fp32 logits rows, values and W_O views per layer, worked out layer by layer when looked at.
+    """
+    ids = _real_ids(model, prompt)
+    positions = _positions(queries, len(prompt), prompt.pad)
+    real = torch.tensor(positions) - prompt.pad
+    if prefix is None:
+        whole, run = engine.prefill(model.twin, ids, real)
+        parts = [((keys,), (values,)) for keys, values in whole.layers]
+    else:
+        start = _usable(prefix, ids, int(real.min()))
+        run = Run(prefix=prefix.upto(start).layers, start=start, capture=real - start)
+        cache = engine.new_cache()
+        engine.forward(model.twin, ids[None, start:], run, cache, keep=1)
+        parts = _parts(prefix.upto(start), cache, 0)
+    data = [
+        LayerData(run.queries[layer][0], keys, values, run.specs[layer]) for layer, (keys, values) in enumerate(parts)
+    ]
+    return Trace(prompt.ids, positions, data, model.w_o, prompt.pad, dict(prompt.spans), model.meta)
+
+
+def intervene(
+    model: Any,
+    prompt: Any,
+    arms: Intervention | Sequence[Intervention | Sequence[Intervention]],
+    *,
+    suffix: int | None = None,
+    continuation: Sequence[int] | Tensor | None = None,
+    generate: int = 0,
+    prefix: Prefix | None = None,
+    logits: str = "all",
+    keep_trace: bool = True,
+    batch: int | None = None,
+) -> Any:
+    """Run one arm, or many arms over one shared prefix.
+
+    Parameters
+    ----------
+    arms
+        One intervention (returns one :class:`Outcome`), or a list (returns a list). An entry may itself be a tuple of
+        interventions applied together.
+    suffix
+        Number of trailing prompt tokens that run under the intervention, and whose logits are returned. May be omitted
+        when every arm names its own queries.
+    continuation
+        Token ids teacher-forced after the prompt.
+    generate
+        Number of tokens to decode greedily after the prompt, under the intervention. The continuation is not part of
+        what is decoded from: forced and free answers come from one call.
+    prefix
+        A prefilled context; used as far as it may be shared (up to the first affected query).
+    logits
+        ``"all"`` rows of the run, or ``"continuation"``: only the rows that predict the continuation.
+    keep_trace
+        Keep references to query rows and own keys, so that attention of the arm can be looked at.
+    batch
+        Arms per batch; by default as many as keep the matrix products efficient.
+
+    Returns
+    -------
+    Outcome or list of Outcome
+        Each with a verified receipt. Rows count the prompt's tokens as given.
+    """
+    single, groups = _as_arms(arms)
+    ids = _real_ids(model, prompt)
+    scene = model.scene(prompt, suffix)
+    _check_rules(groups, suffix)
+    plan = compile_arms(groups, scene)
+    forced = torch.as_tensor([] if continuation is None else continuation, dtype=torch.int64, device=ids.device)
+    _fits(model, len(ids) + max(len(forced), generate))
+    if logits not in ("all", "continuation") or (logits == "continuation" and not len(forced)):
+        raise InterventionError(f"logits={logits!r}: allowed are 'all', and 'continuation' with a continuation given")
+    job = _Job(model, prompt, scene, plan, ids, forced, generate, logits, keep_trace)
+    starts = _starts(plan, scene, suffix)
+    shared = _shared_prefix(model, ids, max(starts), prefix)
+    outcomes: dict[int, Outcome] = {}
+    for start in sorted(set(starts)):
+        members = [arm for arm, first in enumerate(starts) if first == start]
+        size = batch or _batch_size(len(ids) + len(forced) - start, model.geometry.vocab, logits)
+        for at in range(0, len(members), size):
+            outcomes.update(job.run(members[at : at + size], start, shared))
+    ordered = [outcomes[arm] for arm in range(len(groups))]
+    return ordered[0] if single else ordered
+
+
+def _as_arms(arms: Any) -> tuple[bool, list[tuple[Intervention, ...]]]:
+    if hasattr(arms, "cuts"):
+        return True, [(arms,)]
+    if not isinstance(arms, Sequence) or not arms:
+        raise InterventionError(f"arms must be an intervention or a non-empty list of them, not {arms!r}")
+    groups = [(arm,) if hasattr(arm, "cuts") else tuple(arm) for arm in arms]
+    for part in (part for group in groups for part in group):
+        if not hasattr(part, "cuts"):
+            raise InterventionError(f"{part!r} is not an intervention (KVMask)")
+    return False, groups
+
+
+def _check_rules(groups: Sequence[Sequence[Any]], suffix: int | None) -> None:
+    if suffix is None and any(getattr(part, "queries", "") == "suffix" for group in groups for part in group):
+        raise InterventionError("queries='suffix' needs suffix=…, the number of trailing prompt tokens that run under the mask")
+
+
+def _starts(plan: Plan, scene: Scene, suffix: int | None) -> list[int]:
+    """Where each arm's run begins: the first affected query, or the first row asked for, and no earlier."""
+    asked = scene.n - suffix if suffix else None
+    starts = [min(scene.n - 1, *(value for value in (first, asked) if value is not None)) for first in plan.first]
+    free = [start for start, first in zip(starts, plan.first, strict=True) if first is not None]
+    # An arm that touches nothing joins the others' batch, where it equals them bit for bit in what it shares.
+    default = min(starts) if not free else max(free)
+    return [default if first is None else start for start, first in zip(starts, plan.first, strict=True)]
+
+
+def _batch_size(rows: int, vocab: int, logits: str) -> int:
+    by_tokens = BATCH_TOKENS // max(rows, 1)
+    by_logits = LOGITS_BYTES // (4 * vocab * (rows if logits == "all" else 1))
+    return max(1, min(by_tokens, by_logits))
+
+
+def _shared_prefix(model: Any, ids: Tensor, length: int, given: Prefix | None) -> Prefix | None:
+    if length == 0:
+        return None
+    if given is None:
+        return engine.prefill(model.twin, ids[:length])[0]
+    shared = given.upto(_usable(given, ids, length))
+    return shared if len(shared) == length else engine.extend(model.twin, shared, ids[len(shared) : length])
+
+
+def _usable(prefix: Prefix, ids: Tensor, limit: int) -> int:
+    """How much of a given prefix serves a run that starts at ``limit``; another prompt's prefix is an error."""
+    shared = min(len(prefix), len(ids))
+    if not torch.equal(prefix.ids[:shared].to(ids.device), ids[:shared]):
+        raise PromptError("the prefix was prefilled from other tokens than this prompt's")
+    if min(shared, limit) == 0:
+        raise PromptError("a query at position 0 leaves no prefix to share: call without prefix=")
+    return min(shared, limit)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that the batches of one :func:`intervene` call have in common."""
+
+    model: Any
+    prompt: Any
+    scene: Scene
+    plan: Plan
+    ids: Tensor
+    forced: Tensor
+    generate: int
+    logits: str
+    keep_trace: bool
+
+    def run(self, arms: Sequence[int], start: int, shared: Prefix | None) -> dict[int, Outcome]:
+        """One batch: the forced rows, then greedy steps; returns arm → outcome."""
+        prefix = None if start == 0 or shared is None else shared.upto(start).layers
+        tokens = torch.cat([self.ids, self.forced])
+        rows = tokens[start:].expand(len(arms), -1)
+        biases = self.plan.select(arms)
+        cache = engine.new_cache()
+        capture = torch.arange(rows.shape[1]) if self.keep_trace else None
+        run = Run(prefix=prefix, start=start, biases=biases, capture=capture)
+        keep = len(self.forced) + 1 if self.logits == "continuation" else 0
+        logits = engine.forward(self.model.twin, rows, run, cache, keep)
+        steps = [self._step(start, len(tokens), run, len(arms))]
+        own = engine.cached_layers(cache)
+        if self.generate and len(self.forced):
+            cache.crop(-len(self.forced))
+        generated = self._decode(logits[:, -1 - len(self.forced)], run, cache, steps, biases, len(arms))
+        return {
+            arm: self._outcome(arm, row, start, logits[row], run, own, steps, generated[row])
+            for row, arm in enumerate(arms)
+        }
+
+    def _decode(
+        self, last: Tensor, run: Run, cache: Any, steps: list[Step], biases: Any, arms: int
+    ) -> list[list[int]]:
+        """Greedy tokens of each arm, up to and without an end-of-sequence token."""
+        done, texts = [False] * arms, [[] for _ in range(arms)]
+        eos = _eos(self.model)
+        for step in range(self.generate):
+            best = last.argmax(-1)
+            for row, token in enumerate(best.tolist()):
+                done[row] = done[row] or token in eos
+                if not done[row]:
+                    texts[row].append(token)
+            if all(done) or step + 1 == self.generate:
+                break
+            at = len(self.ids) + step
+            more = Run(prefix=run.prefix, start=at, biases=biases)
+            last = engine.forward(self.model.twin, best[:, None], more, cache)[:, -1]
+            steps.append(self._step(at, at + 1, more, arms))
+        return texts
+
+    def _step(self, start: int, stop: int, run: Run, arms: int) -> Step:
+        shape = (self.model.geometry.n_layers, arms, self.model.geometry.n_heads)
+        return Step.stack(torch.arange(start, stop), run.records, shape)
+
+    def _outcome(
+        self,
+        arm: int,
+        row: int,
+        start: int,
+        logits: Tensor,
+        run: Run,
+        own: Sequence[tuple[Tensor, Tensor]],
+        steps: Sequence[Step],
+        generated: list[int],
+    ) -> Outcome:
+        geometry, pad = self.model.geometry, self.prompt.pad
+        receipt = collect(self.plan, arm, row, steps, geometry.windows, geometry.n_heads)
+        receipt.verify(f"arm {arm}")
+        tokens = torch.cat([self.prompt.ids.to(self.forced.device), self.forced])
+        positions = list(range(start + pad, len(tokens)))
+        trace = None
+        if self.keep_trace:
+            parts = _parts_of(run, own, row)
+            data = [LayerData(run.queries[i][row], keys, values, run.specs[i]) for i, (keys, values) in enumerate(parts)]
+            trace = Trace(tokens, positions, data, self.model.w_o, pad, dict(self.prompt.spans), self.model.meta)
+        biases: dict[int, ArmBias] = {layer: by[arm] for layer, by in self.plan.layers.items() if arm in by}
+        return Outcome(logits, positions[len(positions) - len(logits) :], tokens, receipt, generated, trace, biases)
+
+
+def _parts(prefix: Prefix, cache: Any, row: int) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    return _parts_of(Run(prefix=prefix.layers), engine.cached_layers(cache), row)
+
+
+def _parts_of(
+    run: Run, own: Sequence[tuple[Tensor, Tensor]], row: int
+) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Key and value parts of one arm: the shared prefix (if any) and its own forced rows."""
+    mine = [((keys[row],), (values[row],)) for keys, values in own]
+    if run.prefix is None:
+        return mine
+    return [((pk, *k), (pv, *v)) for (pk, pv), (k, v) in zip(run.prefix, mine, strict=True)]
+
+
+def _real_ids(model: Any, prompt: Any) -> Tensor:
+    ids = prompt.ids[prompt.pad :].to(model.device)
+    _fits(model, len(ids))
+    if int(ids.max()) >= model.geometry.vocab or int(ids.min()) < 0:
+        raise PromptError(f"token id {int(ids.max())} is outside the model's vocabulary 0 … {model.geometry.vocab - 1}")
+    return ids
+
+
+def _fits(model: Any, length: int) -> None:
+    if model.max_length is not None and length > model.max_length:
+        raise PromptError(f"{length} tokens do not fit the model's context of {model.max_length}")
+
+
+def _positions(queries: Any, n: int, pad: int) -> list[int]:
+    """Absolute, sorted, unique positions from an int, a list or a slice; pads are not queries."""
+    if isinstance(queries, slice):
+        found = [q for q in range(*queries.indices(n)) if q >= pad]
+    else:
+        given = [queries] if hasattr(queries, "__index__") else list(queries)
+        found = sorted({int(q) + n if int(q) < 0 else int(q) for q in given})
+    if not found or found[0] < pad or found[-1] >= n:
+        raise PromptError(f"queries {queries!r} do not lie in the prompt: allowed positions are {pad} … {n - 1}")
+    return found
+
+
+def _eos(model: Any) -> frozenset[int]:
+    config = getattr(model.twin, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    ids = ids if ids is not None else model.tokenizer.eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
