@@ -7,17 +7,19 @@ printed by ``kvprobe check``. A check that fails is a :class:`~kvprobe.errors.Mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvprobe import engine
-from kvprobe.attention import LayerSpec, Run, layer_logits, visible
-from kvprobe.errors import ModelError
+from kvprobe.attention import Run
+from kvprobe.errors import CapabilityError, ModelError
 from kvprobe.interventions.mask import KVMask, score_hook
 from kvprobe.interventions.plan import Scene, compile_arms
+from kvprobe.twopart import LayerSpec, layer_logits, visible
 from kvprobe.versions import versions
 
 MASKED_KEY = 2
@@ -39,8 +41,8 @@ class LayerReport:
 class Report:
     """Largest absolute differences in logits unless said otherwise.
 
-    ``logits_max_diff`` bridge − transformers; ``twin_max_diff`` twin − transformers; ``cached_max_diff`` a cached run − an
-    uncached one (the larger of twin and bridge); ``mask_max_diff`` the fast path under a mask − TransformerLens hooks;
+    ``logits_max_diff`` bridge − transformers; ``twin_max_diff`` twin − transformers; ``cached_max_diff`` a cached run −
+    an uncached one (the larger of twin and bridge); ``mask_max_diff`` the fast path under a mask − hooks;
     ``pattern_max_diff`` attention rows of twin − bridge; ``row_sum_max_error`` |Σ − 1|, learned sink counted;
     ``output_max_diff`` z W_O (+ bias) − the attention module's own output.
     """
@@ -83,78 +85,156 @@ def reference_logits(hf: Any, ids: Tensor) -> Tensor:
         return hf(input_ids=ids, use_cache=False).logits[0].float()
 
 
-def run(
-    label: str, hf: Any, twin: Any, bridge: Any, ids: Tensor, reference: Tensor
-) -> tuple[dict[str, Any], Report]:
-    """All checks; returns the geometry as a mapping and the report."""
-    modules, outputs, handles = {}, {}, []
-    observed = Run(capture=torch.arange(ids.shape[1]), outputs={})
-    cache = engine.new_cache()
-    n_layers = twin.config.get_text_config().num_hidden_layers
-    for index, module in enumerate(engine.attention_modules(twin, n_layers)):
-        modules[index] = module
-        handles.append(module.register_forward_hook(lambda m, a, out, i=index: outputs.__setitem__(i, out[0])))
-    try:
-        logits = engine.forward(twin, ids, observed, cache)[0].float()
-    finally:
-        for handle in handles:
-            handle.remove()
-    tolerance = _tolerance(reference, next(iter(twin.parameters())).dtype)
-    names = _Names(label, type(hf).__name__)
-    _expect(sorted(observed.specs) == list(range(n_layers)), names,
-            f"only layers {sorted(observed.specs)} of {n_layers} called the registered attention function")
-    geometry = _geometry(twin, observed, cache, n_layers)
-    diffs = {"twin_max_diff": _diff(logits, reference)}
-    diffs["output_max_diff"] = max(_output_diff(modules[i], observed, outputs, geometry, i) for i in range(n_layers))
-    diffs["logits_max_diff"] = _diff(_bridge_logits(bridge, ids), reference)
-    for what, who in (("twin_max_diff", "the fast twin's"), ("logits_max_diff", "TransformerLens'")):
-        _expect(diffs[what] <= tolerance, names, f"{who} logits differ from transformers' by {diffs[what]:.3g} "
-                f"(tolerance {tolerance:.2g})")
-    _expect(diffs["output_max_diff"] <= tolerance, names, f"z W_O differs from the attention module's output by "
-            f"{diffs['output_max_diff']:.3g}: its output projection is not a plain one")
-    diffs["cached_max_diff"] = max(_cached_twin(twin, ids, reference), _cached_bridge(bridge, ids, reference))
-    _expect(diffs["cached_max_diff"] <= tolerance, names, f"a cached run differs from an uncached one by "
-            f"{diffs['cached_max_diff']:.3g}: this pair of transformers and transformer-lens ignores or mistakes the KV "
-            "cache (transformers 5.24 renamed the attention argument past_key_values); install transformers>=5.9,<5.24")
-    pattern, masked, unmaskable = _bridge_masked(bridge, ids, geometry)
-    _expect(not unmaskable, names, f"a score edit does not bite on layer(s) {unmaskable} "
-            f"({_attention_class(bridge, unmaskable[0] if unmaskable else 0)}): TransformerLens' adapter drops it; use a "
-            "model whose bridge computes attention step by step, see `kvprobe check`")
-    diffs["mask_max_diff"] = _diff(_twin_masked(twin, ids, geometry), masked)
-    _expect(diffs["mask_max_diff"] <= tolerance, names,
-            f"the fast path under a mask differs from TransformerLens hooks by {diffs['mask_max_diff']:.3g}")
-    diffs["pattern_max_diff"], diffs["row_sum_max_error"] = _pattern(bridge, ids, observed, cache)
-    slack = max(1e-4, 8 * torch.finfo(next(iter(twin.parameters())).dtype).eps)
-    _expect(diffs["pattern_max_diff"] <= slack, names,
-            f"attention rows differ from TransformerLens' by {diffs['pattern_max_diff']:.3g}")
-    _expect(diffs["row_sum_max_error"] <= slack, names, f"attention rows sum to 1 ± {diffs['row_sum_max_error']:.3g}")
-    shared = _shared(twin, bridge)
-    _expect(shared == len(list(twin.parameters())), names, f"only {shared} of {len(list(twin.parameters()))} parameters are shared with the twin")
+def run(label: str, hf: Any, twin: Any, bridge: Any, ids: Tensor, reference: Tensor) -> tuple[dict[str, Any], Report]:
+    """All checks, cheapest first; returns the geometry as a mapping and the report.
+
+    Raises
+    ------
+    CapabilityError
+        Naming model, class, layer where there is one, versions, and a way out.
+    """
+    dtype = next(iter(twin.parameters())).dtype
+    check = _Check(label, type(hf).__name__, twin, bridge, ids, reference, _tolerance(reference, dtype))
+    observed, cache, outputs = check.observe()
+    geometry = _geometry(twin, observed, cache, check.n_layers)
+    check.logits()
+    check.projection(observed, outputs, geometry["n_heads"])
+    check.cached()
+    check.masked(geometry)
+    check.rows(observed, cache, max(1e-4, 8 * torch.finfo(dtype).eps))
+    shared = check.shared()
     layers = tuple(
         LayerReport(i, _attention_class(bridge, i), True, s.window, s.softcap, s.sink is not None)
         for i, s in sorted(observed.specs.items())
     )
     plain = all(spec.plain for spec in observed.specs.values())
-    how = "sdpa" if plain else "exact two-part attention, queries chunked (window, soft-cap or learned sink)"
-    processing = "folded (compatibility mode)" if getattr(bridge, "compatibility_mode", False) else "raw"
-    return geometry, Report(True, label, type(hf).__name__, how, layers, tolerance=tolerance, shared_parameters=shared,
-                            processing=processing, versions=versions(), **diffs)
+    report = Report(
+        ok=True,
+        model=label,
+        architecture=check.architecture,
+        attention="sdpa" if plain else "exact, in chunks of queries (window, soft-cap or learned sink)",
+        layers=layers,
+        tolerance=check.tolerance,
+        shared_parameters=shared,
+        processing="folded (compatibility mode)" if getattr(bridge, "compatibility_mode", False) else "raw",
+        versions=versions(),
+        **check.found,
+    )
+    return geometry, report
 
 
-@dataclass(frozen=True)
-class _Names:
+@dataclass
+class _Check:
+    """One model under examination; ``found`` collects the differences that the report lists."""
+
     model: str
     architecture: str
+    twin: Any
+    bridge: Any
+    ids: Tensor
+    reference: Tensor
+    tolerance: float
+    found: dict[str, float] = field(default_factory=dict)
+    twin_logits: Tensor = field(init=False)
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.twin.config.get_text_config().num_hidden_layers)
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            have = ", ".join(f"{name} {version}" for name, version in versions().items())
+            raise CapabilityError(f"{self.model} ({self.architecture}): {what} [{have}]")
+
+    def within(self, name: str, value: float, what: str, tolerance: float | None = None) -> None:
+        """Record a difference and refuse one above tolerance (NaN is above)."""
+        limit = self.tolerance if tolerance is None else tolerance
+        self.found[name] = value
+        self.expect(value <= limit, what.format(f"{value:.3g} (tolerance {limit:.2g})"))
+
+    def observe(self) -> tuple[Run, Any, dict[int, Tensor]]:
+        """One run of the twin that keeps all query rows, head outputs and the attention modules' own outputs."""
+        outputs: dict[int, Tensor] = {}
+        run = Run(capture=torch.arange(self.ids.shape[1]), outputs={})
+        cache, handles = engine.new_cache(), []
+        for index, module in enumerate(engine.attention_modules(self.twin, self.n_layers)):
+            handles.append(module.register_forward_hook(partial(_keep_output, outputs, index)))
+        try:
+            self.twin_logits = engine.forward(self.twin, self.ids, run, cache)[0].float()
+        finally:
+            for handle in handles:
+                handle.remove()
+        heard = sorted(run.specs)
+        self.expect(
+            heard == list(range(self.n_layers)),
+            f"only layers {heard} of {self.n_layers} called the registered attention function",
+        )
+        return run, cache, outputs
+
+    def logits(self) -> None:
+        """Twin and bridge against transformers' own eager logits."""
+        self.within("twin_max_diff", _diff(self.twin_logits, self.reference), "the twin's logits differ by {}")
+        bridged = _bridge_logits(self.bridge, self.ids)
+        self.within("logits_max_diff", _diff(bridged, self.reference), "TransformerLens' logits differ by {}")
+
+    def projection(self, run: Run, outputs: Mapping[int, Tensor], n_heads: int) -> None:
+        """Z W_O + bias is what the attention module returned: W_O is the projection meant in the theory."""
+        assert run.outputs is not None
+        worst = 0.0
+        for layer, module in enumerate(engine.attention_modules(self.twin, self.n_layers)):
+            w_o, bias = engine.output_weights(module, n_heads).float(), engine.output_bias(module)
+            mine = torch.einsum("bthd,hdD->btD", run.outputs[layer].float(), w_o)
+            worst = max(worst, _diff(mine if bias is None else mine + bias.float(), outputs[layer]))
+        self.within("output_max_diff", worst, "the output projection is not a plain one: z W_O is off by {}")
+
+    def cached(self) -> None:
+        """A run in two pieces through the cache equals a run in one, on the twin and on the bridge."""
+        cut = self.ids.shape[1] // 2
+        pieces = (_cached_twin(self.twin, self.ids, cut), _cached_bridge(self.bridge, self.ids, cut))
+        self.within(
+            "cached_max_diff",
+            max(_diff(logits, self.reference[cut:]) for logits in pieces),
+            "a cached run differs from an uncached one by {}: this pair of transformers and transformer-lens mistakes "
+            "the KV cache (transformers 5.24 renamed the attention argument past_key_values); install "
+            "transformers>=5.9,<5.24",
+        )
+
+    def masked(self, geometry: Mapping[str, Any]) -> None:
+        """A score edit bites on every layer of the bridge, and the fast path under the same mask equals it."""
+        logits, ignored = _bridge_masked(self.bridge, self.ids, geometry)
+        kind = _attention_class(self.bridge, ignored[0]) if ignored else ""
+        self.expect(
+            not ignored,
+            f"a score edit does not bite on layer(s) {ignored} ({kind}): TransformerLens' adapter drops it; use a "
+            "model whose bridge computes attention step by step",
+        )
+        mine = _twin_masked(self.twin, self.ids, geometry)
+        self.within("mask_max_diff", _diff(mine, logits), "under a mask the fast path differs from hooks by {}")
+
+    def rows(self, run: Run, cache: Any, slack: float) -> None:
+        """Attention rows equal TransformerLens' patterns and sum to 1, a learned sink counted."""
+        difference, error = _pattern(self.bridge, self.ids, run, cache)
+        self.within("pattern_max_diff", difference, "attention rows differ from TransformerLens' by {}", slack)
+        self.within("row_sum_max_error", error, "attention rows miss a sum of 1 by {}", slack)
+
+    def shared(self) -> int:
+        """Every parameter of the twin lies in the bridge's storage."""
+        theirs = {parameter.data_ptr() for parameter in self.bridge.original_model.parameters()}
+        mine = [parameter.data_ptr() in theirs for parameter in self.twin.parameters()]
+        self.expect(all(mine), f"only {sum(mine)} of {len(mine)} parameters are shared with the twin")
+        return sum(mine)
 
 
-def _expect(holds: bool, names: _Names, what: str) -> None:
-    if not holds:
-        have = ", ".join(f"{name} {version}" for name, version in versions().items())
-        raise ModelError(f"{names.model} ({names.architecture}): {what} [{have}]")
+def _keep_output(outputs: dict[int, Tensor], index: int, module: Any, given: Any, returned: Any) -> None:
+    outputs[index] = returned[0].detach()
+
+
+def _keep_pattern(patterns: dict[int, Tensor], layer: int, pattern: Tensor, hook: Any) -> None:
+    patterns[layer] = pattern.detach()
 
 
 def _diff(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())
+    return float((a.detach().float() - b.detach().float()).abs().max())
 
 
 def _tolerance(reference: Tensor, dtype: torch.dtype) -> float:
@@ -182,33 +262,20 @@ def _geometry(twin: Any, run: Run, cache: Any, n_layers: int) -> dict[str, Any]:
     }
 
 
-def _output_diff(module: Any, run: Run, outputs: Mapping[int, Tensor], geometry: Mapping[str, Any], layer: int) -> float:
-    """z W_O + bias against what the attention module returned: proves that W_O is the projection meant in the theory."""
-    assert run.outputs is not None
-    w_o = engine.output_weights(module, geometry["n_heads"]).float()
-    mine = torch.einsum("bthd,hdD->btD", run.outputs[layer].float(), w_o)
-    bias = engine.output_bias(module)
-    return _diff(mine if bias is None else mine + bias.float(), outputs[layer])
-
-
 def _bridge_logits(bridge: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return bridge(ids, prepend_bos=False)[0].float()
 
 
-def _cached_twin(twin: Any, ids: Tensor, reference: Tensor) -> float:
-    cut = ids.shape[1] // 2
+def _cached_twin(twin: Any, ids: Tensor, cut: int) -> Tensor:
     prefix, _ = engine.prefill(twin, ids[0, :cut])
-    logits = engine.forward(twin, ids[:, cut:], Run(prefix=prefix.layers, start=cut), engine.new_cache())
-    return _diff(logits[0], reference[cut:])
+    return engine.forward(twin, ids[:, cut:], Run(prefix=prefix.layers, start=cut), engine.new_cache())[0]
 
 
-def _cached_bridge(bridge: Any, ids: Tensor, reference: Tensor) -> float:
-    cut = ids.shape[1] // 2
+def _cached_bridge(bridge: Any, ids: Tensor, cut: int) -> Tensor:
     with torch.no_grad():
         _, cache = bridge(ids[:, :cut], return_type="logits_and_cache", use_cache=True, prepend_bos=False)
-        logits = bridge(ids[:, cut:], past_key_values=cache, prepend_bos=False)
-    return _diff(logits[0], reference[cut:])
+        return bridge(ids[:, cut:], past_key_values=cache, prepend_bos=False)[0]
 
 
 def _scene(ids: Tensor, geometry: Mapping[str, Any]) -> Scene:
@@ -228,15 +295,15 @@ def _twin_masked(twin: Any, ids: Tensor, geometry: Mapping[str, Any]) -> Tensor:
     return engine.forward(twin, ids[:, start:], run, engine.new_cache())[0]
 
 
-def _bridge_masked(bridge: Any, ids: Tensor, geometry: Mapping[str, Any]) -> tuple[dict[int, Tensor], Tensor, list[int]]:
-    """Mask one key on all layers through TransformerLens; returns patterns, logits after the key, layers that ignored it."""
+def _bridge_masked(bridge: Any, ids: Tensor, geometry: Mapping[str, Any]) -> tuple[Tensor, list[int]]:
+    """Mask one key on all layers through TransformerLens; returns logits after the key, and layers that ignored it."""
     scene = _scene(ids, geometry)
     plan = compile_arms([[_mask()]], scene)
     patterns: dict[int, Tensor] = {}
     hooks: list[Any] = []
     for layer, by_arm in plan.layers.items():
         hooks.append((f"blocks.{layer}.attn.hook_attn_scores", score_hook(by_arm[0], scene)))
-        hooks.append((f"blocks.{layer}.attn.hook_pattern", lambda p, hook, i=layer: patterns.__setitem__(i, p.detach())))
+        hooks.append((f"blocks.{layer}.attn.hook_pattern", partial(_keep_pattern, patterns, layer)))
     with torch.no_grad():
         logits = bridge.run_with_hooks(ids, fwd_hooks=hooks, prepend_bos=False)
     at = torch.arange(ids.shape[1], device=ids.device)
@@ -246,7 +313,7 @@ def _bridge_masked(bridge: Any, ids: Tensor, geometry: Mapping[str, Any]) -> tup
         pattern = patterns.get(layer)
         if pattern is None or bool((pattern[0][:, sees, MASKED_KEY] != 0).any()) or not _rows_whole(pattern, geometry):
             ignored.append(layer)
-    return patterns, logits[0, MASKED_KEY + 1 :], ignored
+    return logits[0, MASKED_KEY + 1 :], ignored
 
 
 def _rows_whole(pattern: Tensor, geometry: Mapping[str, Any]) -> bool:
@@ -258,9 +325,7 @@ def _rows_whole(pattern: Tensor, geometry: Mapping[str, Any]) -> bool:
 
 def _pattern(bridge: Any, ids: Tensor, run: Run, cache: Any) -> tuple[float, float]:
     patterns: dict[int, Tensor] = {}
-    hooks = [
-        (f"blocks.{i}.attn.hook_pattern", lambda p, hook, i=i: patterns.__setitem__(i, p.detach())) for i in run.specs
-    ]
+    hooks = [(f"blocks.{i}.attn.hook_pattern", partial(_keep_pattern, patterns, i)) for i in run.specs]
     with torch.no_grad():
         bridge.run_with_hooks(ids, fwd_hooks=hooks, prepend_bos=False)
     difference = error = 0.0
@@ -273,7 +338,7 @@ def _pattern(bridge: Any, ids: Tensor, run: Run, cache: Any) -> tuple[float, flo
 
 def _rows(query: Tensor, keys: Tensor, spec: LayerSpec) -> tuple[Tensor, Tensor]:
     """Attention rows and their sums with the learned sink's share added back."""
-    logits = layer_logits(query, keys, spec, torch.arange(query.shape[1]))
+    logits = layer_logits(query, keys, spec, torch.arange(query.shape[1], device=query.device))
     if spec.sink is None:
         rows = logits.softmax(-1)
         return rows, rows.sum(-1)
@@ -284,9 +349,3 @@ def _rows(query: Tensor, keys: Tensor, spec: LayerSpec) -> tuple[Tensor, Tensor]
 
 def _attention_class(bridge: Any, layer: int) -> str:
     return type(bridge.blocks[layer].attn).__name__
-
-
-def _shared(twin: Any, bridge: Any) -> int:
-    """Number of the twin's parameters whose storage is also the bridge's."""
-    mine = {parameter.data_ptr() for parameter in bridge.original_model.parameters()}
-    return sum(parameter.data_ptr() in mine for parameter in twin.parameters())

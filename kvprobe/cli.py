@@ -48,6 +48,67 @@ def _kvprobe(
     pass
 
 
+Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, or a hub name.")]
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a folder, or a hub name.")] = "smollm2-135m",
+    json: Json = False,
+) -> None:
+    """Report whether every layer of MODEL can be masked exactly; exit 1 with the reason if not."""
+    from kvprobe import commands, records
+
+    report = commands.check(model)
+    if isinstance(report, Exception):
+        _complain(str(report))
+        if json:
+            print(records.to_json({"ok": False, "model": model, "error": str(report)}))
+        raise typer.Exit(1)
+    if json:
+        print(records.to_json(report.to_dict()))
+    else:
+        commands.print_report(report)
+
+
+@app.command()
+def niah(
+    task: Annotated[str, typer.Option(help="One of RULER's needle tasks.")] = "niah_multikey_1",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of prompt and generation together.")] = 1500,
+    items: Annotated[int, typer.Option(min=1, help="Number of items.")] = 6,
+    distractors: Annotated[int | None, typer.Option(min=0, help="Haystack spans to compare with (default 20).")] = None,
+    decoys: Annotated[
+        int, typer.Option(min=0, help="Unrelated facts planted like needles; 0 is RULER's protocol.")
+    ] = 4,
+    needles: Annotated[int | None, typer.Option(min=1, help="Keys hidden in each item.")] = None,
+    template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
+    haystack: Annotated[
+        Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="ruler32k: 32K tokens, 100 items, no decoys.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
+    exclude_layers: Annotated[str, typer.Option(help="Layers left out of averages and gate, e.g. 0,1.")] = "",
+    gate_contrast: Annotated[str, typer.Option(help="hard or distractor.")] = "hard",
+    gate_score: Annotated[str, typer.Option(help="mass or delta_mass.")] = "mass",
+    gate_at: Annotated[str, typer.Option(help="last (prompt token) or answer (tokens).")] = "last",
+    norm: Annotated[int, typer.Option(min=1, max=2, help="p of value norms and perturbation.")] = 1,
+    model: Model = "smollm2-135m",
+    out: Out = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Plant needles, see which heads re-read the evidence, and cut it out of the cache."""
+    from kvprobe import commands, records
+    from kvprobe.needles.settings import from_command
+
+    given = {name: value for name, value in locals().items() if name not in ("commands", "records", "from_command")}
+    settings = from_command(given)
+    summary, _ = commands.niah(model, settings, out, given)
+    commands.print_niah(summary, out)
+    if json:
+        print(records.to_json(summary))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 

@@ -104,11 +104,15 @@ def output_weights(module: Any, n_heads: int) -> Tensor:
             continue
         weight = getattr(child, "weight", None)
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise ModelError(f"{type(module).__name__}.{name}.weight is stored as {getattr(weight, 'dtype', None)}: "
-                             "kvprobe reads W_O in floating point only (load the model unquantised)")
+            raise ModelError(
+                f"{type(module).__name__}.{name}.weight is stored as {getattr(weight, 'dtype', None)}: "
+                "kvprobe reads W_O in floating point only (load the model unquantised)"
+            )
         matrix = weight if type(child).__name__ == "Conv1D" else weight.T
         return matrix.detach().view(n_heads, -1, matrix.shape[1]) if matrix.is_contiguous() else _split(weight, n_heads)
-    raise ModelError(f"{type(module).__name__} has no output projection that kvprobe knows (o_proj, c_proj, out_proj, dense, wo)")
+    raise ModelError(
+        f"{type(module).__name__} has no output projection that kvprobe knows (o_proj, c_proj, out_proj, dense, wo)"
+    )
 
 
 def _split(weight: Tensor, n_heads: int) -> Tensor:
@@ -124,7 +128,9 @@ def attention_modules(twin: Any, n_layers: int) -> Sequence[Any]:
         if index is not None and any(hasattr(module, name) for name in ("o_proj", "c_proj", "out_proj", "dense", "wo")):
             found.setdefault(int(index), module)
     if sorted(found) != list(range(n_layers)):
-        raise ModelError(f"{type(twin).__name__}: attention modules found for layers {sorted(found)}, expected 0 … {n_layers - 1}")
+        raise ModelError(
+            f"{type(twin).__name__}: attention modules found for layers {sorted(found)}, expected 0 … {n_layers - 1}"
+        )
     return [found[index] for index in range(n_layers)]
 
 

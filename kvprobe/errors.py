@@ -15,6 +15,10 @@ class ModelError(KVProbeError):
     """A model that cannot be found, loaded, or intervened on."""
 
 
+class CapabilityError(ModelError):
+    """A model that loads, but on which an intervention would not do what it says."""
+
+
 class PromptError(KVProbeError):
     """Text, token ids or spans that do not fit together."""
 

@@ -1,4 +1,4 @@
-"""load(): a TransformerLens bridge, its tokenizer, and a fast twin on the same weights, checked before it is handed out.
+"""load(): a TransformerLens bridge, its tokenizer, and a fast twin on the same weights, checked before it is yours.
 
 The only module that imports transformer_lens.
 """
@@ -85,7 +85,9 @@ class Model:
             raise ModelError(f"suffix={suffix} does not fit a prompt of {n} tokens: allowed is 1 … {n}")
         geometry = self.geometry
         spans = tuple(prompt.spans.items())
-        return Scene(n, suffix or 0, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans)
+        return Scene(
+            n, suffix or 0, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans
+        )
 
     def decode(self, ids: Any) -> str:
         """Text of token ids, special tokens kept."""
@@ -151,9 +153,8 @@ def make_twin(hf: Any) -> Any:
     twin.set_attn_implementation(attention.NAME)
     if twin.config._attn_implementation != attention.NAME:
         raise ModelError(
-            f"{type(hf).__name__} keeps its own attention (set_attn_implementation had no effect): kvprobe cannot see its "
-            "logits. Way out: KVMask.fwd_hooks with TransformerLens' run_with_hooks, or a class that uses transformers' "
-            "AttentionInterface"
+            f"{type(hf).__name__} keeps its own attention (set_attn_implementation had no effect): kvprobe cannot see "
+            "its logits. Way out: a class that uses transformers' AttentionInterface"
         )
     return twin
 
@@ -167,7 +168,9 @@ def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
     if Path(text).is_dir():
         return text, Path(text).resolve().name
     if Path(text).is_file() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise ModelError(f"{text!r} is not a model folder: give 'smollm2-135m', a folder with config.json, or a hub name")
+        raise ModelError(
+            f"{text!r} is not a model folder: give 'smollm2-135m', a folder with config.json, or a hub name"
+        )
     return text, text
 
 
@@ -178,7 +181,11 @@ def _from_transformers(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    keep = {key: options[key] for key in ("revision", "token", "local_files_only", "cache_dir", "subfolder") if key in options}
+    keep = {
+        key: options[key]
+        for key in ("revision", "token", "local_files_only", "cache_dir", "subfolder")
+        if key in options
+    }
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
@@ -187,7 +194,7 @@ def _from_transformers(
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a reachable hub name)"
+            f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a hub name)"
         ) from error
     return model, tokenizer
 
@@ -197,7 +204,9 @@ def _refuse_unsupported(hf: Any, label: str) -> None:
     config = hf.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or getattr(config, "attention_chunk_size", None):
-        raise ModelError(f"{label}: attention of kind {sorted(kinds) or ['chunked']} is not supported; allowed: full and sliding")
+        raise ModelError(
+            f"{label}: attention of kind {sorted(kinds) or ['chunked']} is not supported; allowed: full and sliding"
+        )
     if getattr(hf.config, "is_encoder_decoder", False):
         raise ModelError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
     if any(parameter.device.type == "meta" for parameter in hf.parameters()):
@@ -211,7 +220,9 @@ def _boot(source: str, hf: Any, tokenizer: Any, label: str) -> Any:
         return TransformerBridge.boot_transformers(source, hf_model=hf, tokenizer=tokenizer)
     except Exception as error:  # TransformerLens raises many kinds here; the user needs one line
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"TransformerLens has no working bridge for {label} ({type(hf).__name__}): {reason}") from error
+        raise ModelError(
+            f"TransformerLens has no working bridge for {label} ({type(hf).__name__}): {reason}"
+        ) from error
 
 
 def _max_length(config: Any) -> int | None:

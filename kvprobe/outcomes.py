@@ -67,7 +67,9 @@ class Outcome:
             row, sink_mass = self.own_attention(layer), self._sink_mass(self.own_attention(layer), layer)
         else:
             if clean is None:
-                raise InterventionError("reference='clean' needs clean=, the clean arm's outcome or trace at these rows")
+                raise InterventionError(
+                    "reference='clean' needs clean=, the clean arm's outcome or trace at these rows"
+                )
             row = self._clean_rows(clean, layer)
             sink_mass = self._sink_mass(row, layer)
         weights = bias.exp().expand_as(row)
@@ -112,7 +114,9 @@ class Outcome:
         wanted, have = self._trace().queries, other.queries
         missing = sorted(set(wanted) - set(have))
         if missing or other.n != self._trace().n:
-            raise InterventionError(f"the clean rows do not cover this arm's queries (missing {missing[:5]}, keys {other.n})")
+            raise InterventionError(
+                f"the clean rows do not cover this arm's queries (missing {missing[:5]}, keys {other.n})"
+            )
         index = torch.tensor([have.index(query) for query in wanted])
         return other.layer(layer).attention[:, index]
 

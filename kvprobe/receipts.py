@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.attention import LayerRecord, visible
 from kvprobe.errors import ReceiptError
 from kvprobe.interventions.plan import Plan
+from kvprobe.twopart import LayerRecord, visible
 
 LOW_RETAINED = 1e-6
 

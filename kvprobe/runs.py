@@ -27,6 +27,9 @@ BATCH_TOKENS = 640
 
 LOGITS_BYTES = 256 << 20
 
+Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Key parts and value parts of one layer, each [K, ·, d], to be read as one sequence."""
+
 
 def prefill(model: Any, prompt: Any, length: int | None = None) -> Prefix:
     """Run the first ``length`` tokens of a prompt (all by default, left pads not counted) once.
@@ -58,6 +61,7 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
     ids = _real_ids(model, prompt)
     positions = _positions(queries, len(prompt), prompt.pad)
     real = torch.tensor(positions) - prompt.pad
+    parts: list[Parts]
     if prefix is None:
         whole, run = engine.prefill(model.twin, ids, real)
         parts = [((keys,), (values,)) for keys, values in whole.layers]
@@ -151,7 +155,9 @@ def _as_arms(arms: Any) -> tuple[bool, list[tuple[Intervention, ...]]]:
 
 def _check_rules(groups: Sequence[Sequence[Any]], suffix: int | None) -> None:
     if suffix is None and any(getattr(part, "queries", "") == "suffix" for group in groups for part in group):
-        raise InterventionError("queries='suffix' needs suffix=…, the number of trailing prompt tokens that run under the mask")
+        raise InterventionError(
+            "queries='suffix' needs suffix=…, the number of trailing prompt tokens that run under the mask"
+        )
 
 
 def _starts(plan: Plan, scene: Scene, suffix: int | None) -> list[int]:
@@ -224,11 +230,10 @@ class _Job:
             for row, arm in enumerate(arms)
         }
 
-    def _decode(
-        self, last: Tensor, run: Run, cache: Any, steps: list[Step], biases: Any, arms: int
-    ) -> list[list[int]]:
+    def _decode(self, last: Tensor, run: Run, cache: Any, steps: list[Step], biases: Any, arms: int) -> list[list[int]]:
         """Greedy tokens of each arm, up to and without an end-of-sequence token."""
-        done, texts = [False] * arms, [[] for _ in range(arms)]
+        done = [False] * arms
+        texts: list[list[int]] = [[] for _ in range(arms)]
         eos = _eos(self.model)
         for step in range(self.generate):
             best = last.argmax(-1)
@@ -267,24 +272,24 @@ class _Job:
         trace = None
         if self.keep_trace:
             parts = _parts_of(run, own, row)
-            data = [LayerData(run.queries[i][row], keys, values, run.specs[i]) for i, (keys, values) in enumerate(parts)]
+            data = [
+                LayerData(run.queries[i][row], keys, values, run.specs[i]) for i, (keys, values) in enumerate(parts)
+            ]
             trace = Trace(tokens, positions, data, self.model.w_o, pad, dict(self.prompt.spans), self.model.meta)
         biases: dict[int, ArmBias] = {layer: by[arm] for layer, by in self.plan.layers.items() if arm in by}
         return Outcome(logits, positions[len(positions) - len(logits) :], tokens, receipt, generated, trace, biases)
 
 
-def _parts(prefix: Prefix, cache: Any, row: int) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+def _parts(prefix: Prefix, cache: Any, row: int) -> list[Parts]:
     return _parts_of(Run(prefix=prefix.layers), engine.cached_layers(cache), row)
 
 
-def _parts_of(
-    run: Run, own: Sequence[tuple[Tensor, Tensor]], row: int
-) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+def _parts_of(run: Run, own: Sequence[tuple[Tensor, Tensor]], row: int) -> list[Parts]:
     """Key and value parts of one arm: the shared prefix (if any) and its own forced rows."""
-    mine = [((keys[row],), (values[row],)) for keys, values in own]
     if run.prefix is None:
-        return mine
-    return [((pk, *k), (pv, *v)) for (pk, pv), (k, v) in zip(run.prefix, mine, strict=True)]
+        return [((keys[row],), (values[row],)) for keys, values in own]
+    pairs = zip(run.prefix, own, strict=True)
+    return [((shared[0], mine[0][row]), (shared[1], mine[1][row])) for shared, mine in pairs]
 
 
 def _real_ids(model: Any, prompt: Any) -> Tensor:

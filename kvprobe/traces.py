@@ -1,8 +1,8 @@
 """Trace: what chosen queries saw, layer by layer, in fp32 logits.
 
-A trace keeps rotated query rows and references to the cached keys and values; a layer's logits are worked out when that
-layer is looked at, so that memory does not grow with the number of layers. Positions count the prompt's tokens as given:
-left pads are columns that no query sees.
+A trace keeps rotated query rows and references to the cached keys and values; a layer's logits are worked out when
+that layer is looked at, so that memory does not grow with the number of layers. Positions count the prompt's tokens as
+given: left pads are columns that no query sees.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.attention import LayerSpec, layer_logits
 from kvprobe.engine import Prefix
 from kvprobe.errors import DataError, TheoryError
+from kvprobe.twopart import LayerSpec, layer_logits
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Trace:
             yield self.layer(index)
 
     def prefix(self, length: int) -> Prefix:
-        """The first ``length`` real tokens' keys and values as a shared prefix (views): causal, so the same as a prefill."""
+        """Keys and values of the first ``length`` real tokens as a shared prefix (views): the same as a prefill."""
         if not 0 < length <= min(data.keys[0].shape[1] for data in self.data):
             raise TheoryError(f"the trace holds no contiguous prefix of {length} tokens")
         layers = [(data.keys[0][:, :length], data.values[0][:, :length]) for data in self.data]
@@ -160,7 +160,14 @@ class Trace:
     def _header(self, weights: bool) -> dict[str, Any]:
         specs = [[data.spec.scale, data.spec.window, data.spec.softcap] for data in self.data]
         spans = {name: list(span) for name, span in self.spans.items()}
-        return {"format": 1, "pad": self.pad, "specs": specs, "spans": spans, "meta": dict(self.meta), "weights": weights}
+        return {
+            "format": 1,
+            "pad": self.pad,
+            "specs": specs,
+            "spans": spans,
+            "meta": dict(self.meta),
+            "weights": weights,
+        }
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> Trace:

@@ -295,6 +295,21 @@ def test_a_normaliser_is_followed():
     assert decoded(tokenizer, prompt, "word") == " caf\u00e9"
 
 
+def test_hangul_that_is_put_together():
+    tokenizer, text = fast(nfc=True), "x \u1112\u1161\u11ab y"
+    prompt = Prompt.from_text(model(tokenizer), text, {"word": text[2:5]})
+    assert decoded(tokenizer, prompt, "word").strip() == "\ud55c"
+
+
+def test_a_token_that_claims_its_neighbours_characters():
+    class Letters:
+        def decode(self, ids, **_):
+            return "".join(("abc", "d", "e")[token] for token in ids)
+
+    claims = [(0, 3), (0, 3), (4, 5)]  # the second token is really (3, 4)
+    assert alignment.align(Letters(), "abcde", [0, 1, 2], [(1, 2), (3, 5)], claims) == [(0, 1), (1, 3)]
+
+
 def test_a_span_of_spaces(tokenizer):
     prompt = Prompt.from_text(model(tokenizer), "over\n\n\nthere", {"gap": "\n\n\n"})
     assert "\n\n\n" in decoded(tokenizer, prompt, "gap")

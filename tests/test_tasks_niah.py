@@ -23,7 +23,10 @@ from kvprobe.tasks.haystacks import NOISE, documents
 from kvprobe.tasks.options import resolve
 from kvprobe.tasks.planting import DEPTHS
 
-CHAT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 #: The definitions: haystack, keys, values, needles k / values v / queries q.
 DEFINITION = {
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
@@ -36,6 +39,8 @@ DEFINITION = {
     "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
 }
 NAMES = list(DEFINITION)
+COMPLETE = {"needles", "values", "queries", "decoys", "distractors", "distractor", "template", "haystack", "path"}
+COMPLETE |= {"depths", "balance", "tokens_to_generate", "protocol", "units", "unit", "tokens", "chat", "keys"}
 ESSAYS = [name for name in NAMES if DEFINITION[name][0] == "essay"]
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S[^:]*?) is: ([0-9a-f-]+)\.")
 VALUE = {
@@ -149,7 +154,7 @@ def test_another_family_is_one_more_name(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_definition(made, name):
-    item, (haystack, key_kind, kind, k, v, q) = made(name), DEFINITION[name]
+    item, (_, key_kind, kind, k, v, q) = made(name), DEFINITION[name]
     instruction, context, question, prefix = parts(item)
     needles = hidden(item)
     keys, values = [key for _, key, _ in needles], [value for _, _, value in needles]
@@ -214,12 +219,8 @@ def test_depths_are_drawn_from_the_grid_without_replacement(made, name):
 
 def test_positions_vary_over_the_text(tokenizer):
     for name in ("niah_single_1", "niah_single_2", "niah_multikey_2"):
-        places = [
-            tasks.make(name, model(tokenizer), length=700, seed=seed, distractors="max").settings["depths"]["evidence"][
-                0
-            ]
-            for seed in range(25)
-        ]
+        items = [tasks.make(name, model(tokenizer), length=700, seed=seed, distractors=0) for seed in range(25)]
+        places = [item.settings["depths"]["evidence"][0] for item in items]
         assert min(places) < 25 and max(places) > 75 and len(set(places)) > 8
 
 
@@ -259,9 +260,7 @@ def test_the_smallest_length_is_exact(tokenizer, name, options):
         def make(length, seed=seed):
             return tasks.make(name, model(tokenizer), length=length, seed=seed, **options)
 
-        with pytest.raises(
-            TaskError, match=r"length 20 is too small for .*: the smallest length that works is \d+"
-        ) as caught:
+        with pytest.raises(TaskError, match=rf"too small for {name}: the smallest length that works is \d+") as caught:
             make(20)
         smallest = int(re.search(r"works is (\d+)", str(caught.value)).group(1))
         assert len(make(smallest).prompt) + 128 == smallest
@@ -329,6 +328,14 @@ def test_all_spans_are_disjoint_and_inside_the_context(made, name, distractor):
     assert start <= spans[0][0] and spans[-1][1] <= stop <= item.context_stop == item.prompt["question"][0]
 
 
+def test_spans_share_no_token_where_tokens_cross_words():
+    for size, distractor in ((5, "sentence"), (7, "sentence"), (7, "window")):
+        options = {"distractors": "max", "distractor": distractor, "decoys": 2}
+        item = tasks.make("niah_multikey_1", model(Bytes(size)), length=1500, seed=0, **options)
+        spans = sorted(span for label in item.spans.values() for span in label)
+        assert len(item.spans["distractor"]) > 10 and all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_context_and_question_meet_at_context_stop(tokenizer, made, name):
     item = made(name)
@@ -345,12 +352,10 @@ def test_distractors_are_as_long_as_the_evidence(tokenizer, name):
         sizes = [stop - start for start, stop in item.spans["evidence"]]
         assert len(item.spans["distractor"]) == item.settings["distractors"] == 20
         assert item.settings["distractor_tokens"] == round(np.mean(sizes))
+        wanted = item.settings["distractor_tokens"]
         for start, stop in item.spans["distractor"]:
-            assert (
-                10 * abs(stop - start - item.settings["distractor_tokens"])
-                <= 10 * 0.1 * item.settings["distractor_tokens"]
-            )
-            assert distractor == "sentence" or stop - start == item.settings["distractor_tokens"]
+            assert 10 * abs(stop - start - wanted) <= wanted
+            assert distractor == "sentence" or stop - start == wanted
 
 
 @pytest.mark.parametrize("name", ESSAYS)
@@ -478,10 +483,8 @@ def test_needles_stay_when_other_options_change(made):
     plain, base = made("niah_multikey_1"), hidden(made("niah_multikey_1"))
     for options in ({"decoys": 4}, {"length": 3000}, {"template": "criticalkv"}, {"distractors": 3}, {"chat": True}):
         other = made("niah_multikey_1", **options)
-        assert (
-            NEEDLE.findall(other.prompt.text) == base
-            and other.settings["depths"]["evidence"] == plain.settings["depths"]["evidence"]
-        )
+        assert NEEDLE.findall(other.prompt.text) == base
+        assert other.settings["depths"]["evidence"] == plain.settings["depths"]["evidence"]
         assert other.references == plain.references
 
 
@@ -550,13 +553,8 @@ def test_the_users_own_text(tokenizer, tmp_path):
 def test_settings_are_complete_and_json_ready(made):
     for name in NAMES:
         settings = made(name, decoys=1).settings
-        assert json.loads(json.dumps(settings)) == {**settings, "path": None} | {"depths": settings["depths"]}
-        assert {"needles", "values", "queries", "decoys", "distractors", "distractor", "template", "haystack"} <= set(
-            settings
-        )
-        assert {"depths", "balance", "tokens_to_generate", "protocol", "units", "unit", "tokens", "chat"} <= set(
-            settings
-        )
+        assert json.loads(json.dumps(settings)) == settings
+        assert set(settings) >= COMPLETE
 
 
 # --- determinism
@@ -578,9 +576,8 @@ def test_the_same_seed_gives_the_same_item(tokenizer):
 
 
 def test_seeds_and_tasks_differ(tokenizer):
-    items = [
-        tasks.make(name, model(tokenizer), length=900, seed=seed, distractors=0) for name in NAMES for seed in range(3)
-    ]
+    cases = [(name, seed) for name in NAMES for seed in range(3)]
+    items = [tasks.make(name, model(tokenizer), length=900, seed=seed, distractors=0) for name, seed in cases]
     assert all(not set(a.references) & set(b.references) for a, b in combinations(items, 2))
 
 
@@ -592,7 +589,7 @@ def test_draws_are_the_same_everywhere():
         "print(p.planting.pieces[0].value, p.planting.places(1000)[0])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "GOLDEN"
+    assert result.stdout.strip() == "3b2efc3a-492b-418b-b075-113e423498ff [267]"
     assert uuid.UUID(result.stdout.split()[0]).version == 4
 
 
@@ -616,4 +613,4 @@ def test_decoys_are_about_as_long_as_needles(smol_tokenizer):
     needle = size("One of the special magic numbers for quiet-meadow is: 1234567.")
     sizes = [size(line) for line in _decoy_lines()]
     assert len(sizes) >= 24 and abs(np.mean(sizes) - needle) < 0.1 * needle
-    assert all(0.75 * needle < n < 1.4 * needle for n in sizes)
+    assert all(0.75 * needle < n < 1.25 * needle for n in sizes)

@@ -1,6 +1,8 @@
 """The parts of the needle tasks: fitting, haystacks, drawing, distractors, scores."""
 
+import os
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,8 +60,8 @@ def test_the_smallest_number_that_works(first, low, holes):
 
     wanted = next(n for n in range(low, 1000) if works(n))
     found = fitting.smallest(works, low, 1 << 12)
-    assert works(found) and found >= low and (found == wanted or not works(found - 1))
-    assert not near or found - wanted < fitting.NEARBY
+    assert works(found) and wanted <= found <= max(first, low)
+    assert found == low or not works(found - 1)
 
 
 def test_nothing_works():
@@ -144,7 +146,7 @@ def test_text_that_cannot_be_read(tmp_path, name, content):
 @pytest.mark.parametrize("name", ["", "missing", "empty.txt"])
 def test_no_text_at_all(tmp_path, name):
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(TaskError, match="no text in .*: must be a folder of .txt files"):
+    with pytest.raises(TaskError, match=r"no text in .*: must be a folder of .txt files"):
         documents(tmp_path / name)
 
 
@@ -153,8 +155,6 @@ def test_a_changed_file_is_read_again(tmp_path):
     path.write_text("Old.")
     assert documents(path) == (("Old.",),)
     path.write_text("New.")
-    import os
-
     os.utime(path, ns=(1, 1))
     assert documents(path) == (("New.",),)
 
@@ -274,7 +274,7 @@ def test_tiles_are_disjoint_and_as_long_as_the_evidence(runs, tokens, rng):
         (distractors.sentence_tiles(runs, tokens), True),
         (distractors.window_tiles(runs, tokens, rng), False),
     ):
-        assert all(a[1] <= b[0] for a, b in zip(tiles, tiles[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(tiles))
         for start, stop in tiles:
             assert any(run[0][0] <= start and stop <= run[-1][1] for run in runs)
             assert 10 * abs(stop - start - tokens) <= tokens

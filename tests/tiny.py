@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 
-SIZES = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
 
 
@@ -24,9 +30,11 @@ def _configs():
             **common, sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
         ),
         "gpt_oss": lambda: t.GptOssConfig(
-            **common, sliding_window=6, num_local_experts=4, num_experts_per_tok=2, layer_types=[
-                "sliding_attention", "full_attention", "sliding_attention"
-            ]
+            **common,
+            sliding_window=6,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
     }
 

@@ -22,9 +22,9 @@ RULES = ("suffix", "after", "generated")
 class KVMask:
     """Add −∞ (or a finite −β) to the attention logits of chosen keys.
 
-    With β = ∞ a chosen query attends as if the keys had never been cached: ``A' = N ⊙ A / R`` with N = 0 on the keys and
-    R the retained mass (CriticalKV, arXiv 2502.03805, Theorem 3.2). K and V need no separate treatment. With finite β,
-    N = e^{−β} on the keys.
+    With β = ∞ a chosen query attends as if the keys had never been cached: ``A' = N ⊙ A / R`` with N = 0 on the keys
+    and R the retained mass (CriticalKV, arXiv 2502.03805, Theorem 3.2). K and V need no separate treatment. With finite
+    β, N = e^{−β} on the keys.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class KVMask:
     ) -> list[tuple[str, Callable[[Tensor, Any], Tensor]]]:
         """The same intervention for TransformerLens: ``model.bridge.run_with_hooks(ids, fwd_hooks=…)``.
 
-        The hooks expect one uncached run over the whole prompt without its left pads (``prompt.ids[prompt.pad:][None]``);
+        The hooks expect one uncached run over the whole prompt without left pads (``prompt.ids[prompt.pad:][None]``);
         any other shape of scores is an error. Scores are edited in place, in their own dtype and device.
         """
         scene = model.scene(prompt, suffix)
@@ -139,14 +139,18 @@ class KVMask:
     def _rows(self, scene: Scene, span_stop: int) -> Rows:
         if isinstance(self.queries, str):
             if self.queries not in RULES:
-                raise InterventionError(f"queries={self.queries!r} is not one of {', '.join(RULES)} or a list of positions")
+                raise InterventionError(
+                    f"queries={self.queries!r} is not one of {', '.join(RULES)} or a list of positions"
+                )
             first = {"suffix": scene.n - scene.suffix, "after": span_stop, "generated": scene.n}[self.queries]
             return Rows(first)
         positions = sorted({int(q) for q in self.queries})
         total = scene.n + scene.offset
         bad = [q for q in positions if q < scene.offset]
         if bad or not positions:
-            raise InterventionError(f"query positions {bad or positions} are not allowed: give {scene.offset} … {total - 1} or later")
+            raise InterventionError(
+                f"query positions {bad or positions} are not allowed: give {scene.offset} … {total - 1} or later"
+            )
         real = tuple(q - scene.offset for q in positions)
         return Rows(real[0], real)
 

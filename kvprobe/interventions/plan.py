@@ -1,9 +1,9 @@
 """From interventions to numbers: which keys get which bias, for which queries, heads and layers.
 
 An *arm* is one counterfactual: a tuple of interventions applied together (the empty tuple is the clean run). A
-:class:`Plan` holds, for every layer and arm, an :class:`ArmBias`, and knows everything that follows from positions alone
-before any compute is spent: the first query that anything touches, rows that would lose every visible key, and keys that
-no touched query can see.
+:class:`Plan` holds, for every layer and arm, an :class:`ArmBias`, and knows everything that follows from positions
+alone before any compute is spent: the first query that anything touches, rows that would lose every visible key, and
+keys that no touched query can see.
 """
 
 from __future__ import annotations
@@ -70,9 +70,13 @@ class Scene:
 class Intervention(Protocol):
     """Anything that compiles to cuts."""
 
-    def cuts(self, layer: int, scene: Scene) -> list[Cut]: ...
+    def cuts(self, layer: int, scene: Scene) -> list[Cut]:
+        """Cuts of one layer, empty where the intervention does not apply."""
+        ...
 
-    def check(self, scene: Scene) -> None: ...
+    def check(self, scene: Scene) -> None:
+        """Raise an InterventionError if this cannot be applied in the scene."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -144,17 +148,14 @@ def compile_arms(arms: Sequence[Sequence[Intervention]], scene: Scene) -> Plan:
 
 def _first(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> int | None:
     """First query whose attention an arm can change: it must also see the key."""
-    starts = [
-        max(cut.rows.first, cut.start)
-        for by_arm in layers.values()
-        if arm in by_arm
-        for cut in by_arm[arm].cuts
-    ]
+    starts = [max(cut.rows.first, cut.start) for by_arm in layers.values() if arm in by_arm for cut in by_arm[arm].cuts]
     return min(starts) if starts else None
 
 
-def _groups(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> Iterable[tuple[list[int], ArmBias, int | None]]:
-    """Layers of an arm that share bias and window (all layers of most arms do), so that each case is worked out once."""
+def _groups(
+    layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene
+) -> Iterable[tuple[list[int], ArmBias, int | None]]:
+    """Layers of an arm that share bias and window (all layers of most arms do): each case is worked out once."""
     groups: dict[tuple[int, int | None], tuple[list[int], ArmBias]] = {}
     for layer, by_arm in layers.items():
         if arm in by_arm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,64 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvprobe import runs, tasks
+from kvprobe import runs
 from kvprobe.interventions import KVMask
+from kvprobe.needles.settings import FEATURES, Settings
 from kvprobe.outcomes import Outcome, answer_logprobs, kl_divergence
 from kvprobe.spans import span_stats
 from kvprobe.tasks.items import LABELS, Item
 from kvprobe.tasks.scoring import string_match_all
 
-FEATURES = ("mass", "delta_mass", "value_mass", "bound", "centred_bound", "perturbation")
 FIRST = 4
 """Size of the bucket ``first4``: the leading positions, BOS included."""
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that is decided before a run, and stored with it.
-
-    Attributes
-    ----------
-    task, length, seed
-        See :func:`kvprobe.tasks.make`; item i is made with seed ``seed · 10000 + i``.
-    items
-        Number of items.
-    decoys, distractors
-        Spans to compare with; decoys are planted like needles (0 is RULER's protocol).
-    new_tokens
-        Tokens decoded greedily per arm; None: the gold answer's length + 8.
-    exclude_layers
-        Layers left out of head averages and of the gate: a rule stated before the run.
-    gate_contrast, gate_score, gate_at
-        The gate compares E with ``hard`` (H ∪ decoys) or ``distractor`` spans, by ``mass`` or ``delta_mass`` summed over
-        layers and heads, at the ``last`` prompt token or the ``answer`` tokens.
-    p
-        The norm of value mass, bounds and perturbation.
-    """
-
-    task: str = "niah_multikey_1"
-    length: int = 1500
-    items: int = 6
-    seed: int = 0
-    decoys: int = 4
-    distractors: int | str | None = None
-    new_tokens: int | None = None
-    exclude_layers: tuple[int, ...] = ()
-    gate_contrast: str = "hard"
-    gate_score: str = "mass"
-    gate_at: str = "last"
-    gate_threshold: float = 0.6
-    p: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def item(self, model: Any, index: int) -> Item:
-        """Make item ``index`` of this run."""
-        options = dict(self.options, decoys=self.decoys)
-        if self.distractors is not None:
-            options["distractors"] = self.distractors
-        return tasks.make(self.task, model, length=self.length, seed=self.seed * 10_000 + index, **options)
 
 
 @dataclass(frozen=True)
@@ -140,7 +94,7 @@ def probe_item(model: Any, settings: Settings, index: int) -> ItemProbe:
 
 
 def _observe(model: Any, item: Item) -> tuple[Any, tuple[str, ...], tuple[int, ...]]:
-    """Teacher-force the gold answer and keep the rows of the last context token, last prompt token and answer tokens."""
+    """Teacher-force the gold answer; keep the rows of the last context token, last prompt token and answer tokens."""
     n = len(item.prompt)
     queries = (item.context_stop - 1, n - 1, *range(n, n + len(item.answer_ids)))
     where = ("context_end", "last", *(f"answer_{k}" for k in range(len(item.answer_ids))))
@@ -165,9 +119,13 @@ def _plan(item: Item) -> tuple[list[str], list[tuple[tuple[int, int], ...]]]:
     return labels, groups
 
 
-def _arms(model: Any, item: Item, trace: Any, settings: Settings) -> tuple[tuple[Arm, ...], dict[str, dict[str, float]]]:
+def _arms(
+    model: Any, item: Item, trace: Any, settings: Settings
+) -> tuple[tuple[Arm, ...], dict[str, dict[str, float]]]:
     labels, groups = _plan(item)
-    masks = [KVMask(keys=list(spans), queries="suffix", name=label) for label, spans in zip(labels, groups, strict=True)]
+    masks = [
+        KVMask(keys=list(spans), queries="suffix", name=label) for label, spans in zip(labels, groups, strict=True)
+    ]
     answer = list(item.answer_ids)
     outcomes = runs.intervene(
         model,

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvprobe import stats
-from kvprobe.needles.probe import FEATURES, ItemProbe, Settings
+from kvprobe.needles.probe import ItemProbe
+from kvprobe.needles.settings import FEATURES, Settings
 
 CONTRASTS = {"vs_hard": ("hard", "decoy"), "vs_distractor": ("distractor",)}
 GATE = {"hard": "vs_hard", "distractor": "vs_distractor"}
@@ -63,7 +64,7 @@ def _layers(probe: ItemProbe, settings: Settings) -> list[int]:
 
 
 def contrast(probes: Sequence[ItemProbe], name: str, where: str, settings: Settings) -> dict[str, Any] | None:
-    """feature → mean within-item AUROC over heads and items, its interval over items, and heads at 1.0 in every item."""
+    """Feature → mean within-item AUROC over heads and items, its interval, and heads at 1.0 in every item."""
     result = {}
     for feature in FEATURES:
         maps = [auroc for probe in probes if (auroc := head_auroc(probe, feature, name, where)) is not None]
@@ -155,7 +156,12 @@ def _effect(probes: Sequence[ItemProbe], label: str, seed: int) -> dict[str, Any
         for key, field in (("delta_logprob", "delta_logprob"), ("kl", "kl"), ("accuracy", "score"))
     }
     interval = stats.mean_interval(means["delta_logprob"], seed=seed)
-    spread = {"ci_low": interval.low, "ci_high": interval.high, "n_items": len(groups), "n_spans": sum(map(len, groups))}
+    spread = {
+        "ci_low": interval.low,
+        "ci_high": interval.high,
+        "n_items": len(groups),
+        "n_spans": sum(map(len, groups)),
+    }
     return {key: float(np.mean(values)) for key, values in means.items()} | spread
 
 
@@ -165,7 +171,14 @@ def _paired(probes: Sequence[ItemProbe], seed: int) -> dict[str, Any]:
     targets = [np.array([arm.label == "evidence" for arm in probe.arms[1:]]) for probe in probes]
     usable = [i for i, target in enumerate(targets) if not target.all()]
     if not usable:
-        return {"delta_logprob": None, "ci_low": None, "ci_high": None, "p_permutation": None, "p_attainable": None, "n": 0}
+        return {
+            "delta_logprob": None,
+            "ci_low": None,
+            "ci_high": None,
+            "p_permutation": None,
+            "p_attainable": None,
+            "n": 0,
+        }
     scores, targets = [scores[i] for i in usable], [targets[i] for i in usable]
     gaps = [float(score[target].mean() - score[~target].mean()) for score, target in zip(scores, targets, strict=True)]
     interval = stats.mean_interval(gaps, seed=seed)

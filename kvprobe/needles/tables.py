@@ -12,7 +12,8 @@ import numpy as np
 
 from kvprobe import stats
 from kvprobe.errors import TaskError
-from kvprobe.needles.probe import FEATURES, ItemProbe, Settings, probe_item
+from kvprobe.needles.probe import ItemProbe, probe_item
+from kvprobe.needles.settings import FEATURES, Settings
 from kvprobe.needles.summary import CONTRASTS, head_auroc, summarise
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ class Result:
         return pd.concat(frames, ignore_index=True)
 
 
-def run(
-    model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iterable[int]] = iter
-) -> Result:
+def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Result:
     """Probe ``settings.items`` items.
 
     Parameters
@@ -132,15 +131,14 @@ def _span_frame(probe: ItemProbe) -> pd.DataFrame:
         "item": np.full(layer.size, probe.index, dtype=np.int32),
         "layer": layer,
         "head": head,
-        "where": pd.Categorical.from_codes(query, categories=list(probe.where)),
+        "where": np.array(probe.where)[query],
         "query": np.array(probe.queries, dtype=np.int32)[query],
         "label": np.array(probe.labels)[span],
         "start": starts[span],
         "stop": stops[span],
     }
     features = {name: values.reshape(-1).astype(np.float32) for name, values in probe.features.items()}
-    frame = pd.DataFrame(columns | features)
-    return frame.astype({"where": str})
+    return pd.DataFrame(columns | features)
 
 
 def _head_frame(

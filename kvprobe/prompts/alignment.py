@@ -80,26 +80,29 @@ def _overlapping(offsets: Sequence[Range], wanted: Range) -> Range:
 def _believed(
     tokenizer: Any, text: str, ids: Sequence[int], wanted: Range, span: Range, offsets: Sequence[Range]
 ) -> bool:
-    """Whether a span found by offsets claims all of its characters and decodes to them."""
-    cover = _covered(offsets, span, len(text))
-    return _claimed(text, wanted, offsets[slice(*span)]) and _verified(tokenizer, text, ids, wanted, span, cover)
+    """Whether a span found by offsets claims all of its characters and decodes to no others than it claims."""
+    claims = offsets[slice(*span)]
+    if not claims or not _claimed(text, wanted, claims):
+        return False
+    stop = claims[-1][1]
+    while stop < len(text) and _merges(text[stop]):
+        stop += 1
+    return _verified(tokenizer, text, ids, wanted, span, (claims[0][0], stop))
 
 
-def _claimed(text: str, wanted: Range, offsets: Sequence[Range]) -> bool:
+def _claimed(text: str, wanted: Range, claims: Sequence[Range]) -> bool:
     """Whether tokens claim every character of a range; spaces and accents may be missing (dropped or merged)."""
     at, missing = wanted[0], ""
-    for start, stop in offsets:
+    for start, stop in claims:
         missing += text[at:start]
         at = max(at, stop)
     missing += text[at : wanted[1]]
-    return all(char.isspace() or unicodedata.combining(char) for char in missing)
+    return all(char.isspace() or _merges(char) for char in missing)
 
 
-def _covered(offsets: Sequence[Range], span: Range, length: int) -> Range:
-    """Characters that a span's tokens show at most: their own, and neighbours that no token claims (merged accents)."""
-    start, stop = span
-    low = min(offsets[start][0], offsets[start - 1][1]) if 0 < start < len(offsets) else 0
-    return low, max(offsets[stop - 1][1], offsets[stop][0]) if 0 < stop < len(offsets) else length
+def _merges(char: str) -> bool:
+    """Whether normalisers may merge a character into the one before: accents, later parts of a Hangul syllable."""
+    return unicodedata.combining(char) != 0 or "\u1160" <= char <= "\u11ff"
 
 
 def _squeezed(text: str) -> str:

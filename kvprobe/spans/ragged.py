@@ -128,9 +128,9 @@ def _centred_bounds(heads: Heads, pieces: Pieces, sums: Sums, p: int) -> Tensor:
     by_group = sums.centre.unflatten(0, (len(heads.values), -1))
     for block in row_blocks(len(keys), by_group[..., 0, :].nbytes, keys.device):
         key, span = keys[block], owner[block]
-        offsets = heads.values[:, None, None, key] - by_group[..., span, :]
+        offsets = heads.values.index_select(1, key)[:, None, None] - by_group.index_select(-2, span)
         rows = offsets.to(heads.w_o.dtype).flatten(0, 1).flatten(1, 2)
-        distances = projected_norms(rows, heads.w_o, p).view(*heads.A.shape[:2], -1)
+        distances = projected_norms(rows, heads.w_o, p).view(*heads.A.shape[:2], len(key))
         theta_c.index_add_(-1, span, heads.A[..., key] * distances)
     return torch.where(sums.visible, theta_c, 0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Units tried one by one below the one that bisection finds.
+#: Units tried one by one below one that works.
 NEARBY = 48
 
 
@@ -48,7 +48,7 @@ def smallest(works: Callable[[int], bool], low: int, limit: int) -> int | None:
     """The first number of units from ``low`` on that works; None if none up to ``limit`` does.
 
     Doubling and bisection find one that works next to one that does not. What works is not quite monotone (needles move
-    as the haystack grows), so the units just below are tried one by one as well.
+    as the haystack grows), so smaller numbers are then tried one by one, until :data:`NEARBY` in a row do not work.
     """
     start, high = low, low
     while not works(high):
@@ -58,4 +58,8 @@ def smallest(works: Callable[[int], bool], low: int, limit: int) -> int | None:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if works(middle) else (middle + 1, high)
-    return next((units for units in range(max(start, high - NEARBY), high) if works(units)), high)
+    below = high - 1
+    while below >= max(start, high - NEARBY):
+        high = below if works(below) else high
+        below -= 1
+    return high

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from math import prod
+from math import ceil, prod
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvprobe.theory.checks import Projection, Rows, Values, check_p, check_projection
 
-# A block of projected rows is written and read once. On a CPU it should stay in the L2 cache (2 MiB a core here: 0.6 of
-# the time of blocks that do not); an accelerator wants few large launches.
-CPU_BLOCK_BYTES = 2 << 20
+# A block of projected rows is written once and read back at once. On a CPU its share a thread should stay in the core's
+# L2 cache; an accelerator wants few large launches.
+CPU_THREAD_BLOCK_BYTES = 1 << 20
 ACCELERATOR_BLOCK_BYTES = 256 << 20
 
 
@@ -101,9 +101,11 @@ def value_norms(V: Values, W_O: Projection, p: int = 1) -> Rows:
 
 
 def row_blocks(n_rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices that cover ``n_rows`` (one empty slice for none), each of one block of memory."""
-    budget = CPU_BLOCK_BYTES if device.type == "cpu" else ACCELERATOR_BLOCK_BYTES
-    step = max(1, budget // bytes_per_row)
+    """Slices of nearly equal length that cover ``n_rows`` (one empty slice for none), each of one block of memory."""
+    on_cpu = device.type == "cpu"
+    budget = CPU_THREAD_BLOCK_BYTES * torch.get_num_threads() if on_cpu else ACCELERATOR_BLOCK_BYTES
+    n_blocks = max(1, ceil(n_rows * bytes_per_row / budget))
+    step = max(1, ceil(n_rows / n_blocks))
     for start in range(0, max(1, n_rows), step):
         yield slice(start, start + step)
 

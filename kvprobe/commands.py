@@ -1,0 +1,198 @@
+"""What the commands print and store; the command line itself is in :mod:`kvprobe.cli`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprobe import records
+from kvprobe.errors import CapabilityError
+from kvprobe.versions import versions
+
+if TYPE_CHECKING:
+    from kvprobe.checks import Report
+    from kvprobe.needles import Result, Settings
+
+
+def check(name: str) -> Report | CapabilityError:
+    """Load a model; its capability check runs on the way. What it refuses is returned, not raised."""
+    from kvprobe.models import load
+
+    try:
+        return load(name).report
+    except CapabilityError as error:
+        return error
+
+
+def print_report(report: Report) -> None:
+    """The capability report as tables for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = Table(title=f"{report.model} ({report.architecture}): every layer can be masked", title_justify="left")
+    facts.add_column("check")
+    facts.add_column("largest difference", justify="right")
+    for name, value in report.to_dict().items():
+        if isinstance(value, float):
+            facts.add_row(name.replace("_", " "), f"{value:.2g}")
+    layers = Table(title="layers", title_justify="left")
+    for column in ("layers", "attention class", "maskable", "window", "soft-cap", "learned sink"):
+        layers.add_column(column)
+    for first, last, kind in _runs(report):
+        layers.add_row(f"{first}–{last}" if last > first else str(first), *kind)
+    console = Console()
+    console.print(facts)
+    console.print(layers)
+    console.print(
+        f"prefill attention: {report.attention}; weights: {report.processing}; "
+        f"{report.shared_parameters} parameters shared with the twin"
+    )
+    console.print("versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+
+
+def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
+    """Neighbouring layers of one kind as one row."""
+    rows: list[tuple[int, int, tuple[str, ...]]] = []
+    for layer in report.layers:
+        kind = (
+            layer.kind,
+            "yes" if layer.maskable else "NO",
+            *(str(v) if v else "–" for v in (layer.window, layer.softcap, layer.sink)),
+        )
+        if rows and rows[-1][2] == kind:
+            rows[-1] = (rows[-1][0], layer.index, kind)
+        else:
+            rows.append((layer.index, layer.index, kind))
+    return rows
+
+
+def niah(name: str, settings: Settings, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Result]:
+    """Run the needle probe; with ``out``, write tables, figures and a manifest there."""
+    begun = time.perf_counter()
+    if out is not None:
+        with records.run(out, command="niah", arguments=arguments, seed=settings.seed, model=name) as run:
+            return _niah(name, settings, run, begun)
+    return _niah(name, settings, None, begun)
+
+
+def _niah(name: str, settings: Settings, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Result]:
+    from kvprobe import needles
+    from kvprobe.models import load
+
+    model = load(name)
+    loaded = time.perf_counter()
+    result = needles.run(model, settings, _progress)
+    summary = {
+        "model": model.name,
+        "dtype": model.meta["dtype"],
+        "processing": model.report.processing,
+    } | result.summary
+    summary["timings_s"] = {"load_s": loaded - begun} | result.summary["timings_s"]
+    if run is not None:
+        drawn = time.perf_counter()
+        _write(run, result, summary)
+        run.update(weight_processing=model.report.processing, settings=asdict(settings), semantics=summary["semantics"])
+        summary["timings_s"]["write_s"] = time.perf_counter() - drawn
+    summary["timings_s"]["total_s"] = time.perf_counter() - begun
+    summary |= {"peak_rss_mib": records.peak_rss_mib(), "versions": versions()}
+    if run is not None:
+        run.json(summary, "summary.json")
+    return summary, result
+
+
+def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:
+    from kvprobe import plots
+
+    tables = {"items": result.items(), "spans": result.spans(), "heads": result.heads(), "arms": result.arms()}
+    for name, table in tables.items():
+        run.table(table, f"{name}.parquet")
+    for name, figure in plots.niah_figures(tables, summary).items():
+        run.figure(figure, f"{name}.png")
+
+
+def _progress(items: Iterable[int]) -> Iterable[int]:
+    import sys
+
+    from tqdm import tqdm
+
+    return tqdm(items, desc="items", unit="item", disable=not sys.stderr.isatty())
+
+
+def print_niah(summary: dict[str, Any], out: Path | None) -> None:
+    """The summary as tables for a person."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(
+        f"{summary['task']} on {summary['model']}: {summary['n_items']} items of {summary['length']} tokens, "
+        f"seed {summary['seed']}, accuracy {summary['accuracy']:.2f}"
+    )
+    console.print(_auroc_table(summary))
+    console.print(_ablation_table(summary))
+    for key in ("gate", "gate_answer"):
+        console.print(_gate_line(summary[key]))
+    console.print(f"{summary['timings_s']['total_s']:.0f} s, peak memory {summary['peak_rss_mib']:.0f} MiB")
+    if out is not None:
+        console.print(
+            "written: " + ", ".join(str(path) for path in sorted(out.iterdir()) if not path.name.startswith("."))
+        )
+
+
+def _auroc_table(summary: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title="Which spans do heads attend to? Within-item AUROC of the evidence, mean over heads [95 % over items]",
+        title_justify="left",
+    )
+    for column in ("feature", "against", "last prompt token", "answer tokens", "heads at 1.0"):
+        table.add_column(column)
+    names = {"vs_hard": "other needles, decoys", "vs_distractor": "haystack (sanity)"}
+    for contrast, label in names.items():
+        last, answer = summary["auroc"][contrast], summary["auroc_answer"][contrast]
+        for feature, row in (last or {}).items():
+            table.add_row(
+                feature, label, _interval(row), _interval(answer[feature]), f"{row['heads_at_1']} of {row['n_heads']}"
+            )
+    return table
+
+
+def _ablation_table(summary: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title="What does the answer lose when a span is cut out of the cache? (nats, mean over items)",
+        title_justify="left",
+    )
+    for column in ("cut", "Δ log-prob of the answer", "KL", "accuracy", "spans"):
+        table.add_column(column, justify="left" if column == "cut" else "right")
+    for label in ("evidence", "hard", "decoy", "distractor"):
+        row = summary["ablation"][label]
+        if row:
+            change = f"{row['delta_logprob']:+.2f} {_range(row)}"
+            table.add_row(label, change, f"{row['kl']:.2f}", f"{row['accuracy']:.2f}", str(row["n_spans"]))
+    return table
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"{row['mean']:.3f} {_range(row)}"
+
+
+def _range(row: dict[str, Any]) -> str:
+    low, high = row["ci_low"], row["ci_high"]
+    return "[no interval]" if low is None or low != low else f"[{low:.3g}, {high:.3g}]"
+
+
+def _gate_line(gate: dict[str, Any]) -> str:
+    where = "last prompt token" if gate["at"] == "last" else "answer tokens"
+    if gate["value"] is None:
+        return f"gate at the {where}: {gate['verdict']}"
+    p = f"p {gate['p_permutation']:.4f}" + (" (cannot reject at this n)" if gate["cannot_reject"] else "")
+    return (
+        f"gate at the {where}: {gate['score']} of E against {gate['contrast']} spans, "
+        f"AUROC {gate['value']:.3f} {_range(gate)}, "
+        f"threshold {gate['threshold']}, {p}, n {gate['n']}: {gate['verdict']}"
+    )

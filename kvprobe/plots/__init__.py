@@ -1,0 +1,26 @@
+"""Figures: each function takes a tidy table and an Axes, and draws what the table says.
+
+Figures are plain :class:`matplotlib.figure.Figure` objects made without pyplot: nothing is registered, no backend is
+chosen, and they show by themselves as the last line of a notebook cell (see :class:`Sheet`). Classes of spans differ by
+colour (Okabe and Ito's, for the colour-blind) and by shape, so that every figure also reads in black and white.
+"""
+
+from kvprobe.plots.arms import answer_by_arm
+from kvprobe.plots.changes import attention_change
+from kvprobe.plots.heads import head_map
+from kvprobe.plots.masses import mass_against_value_mass, span_means
+from kvprobe.plots.niah import niah_figures
+from kvprobe.plots.rows import head_spans
+from kvprobe.plots.style import Sheet, sheet
+
+__all__ = [
+    "Sheet",
+    "answer_by_arm",
+    "attention_change",
+    "head_map",
+    "head_spans",
+    "mass_against_value_mass",
+    "niah_figures",
+    "sheet",
+    "span_means",
+]
