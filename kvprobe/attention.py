@@ -166,7 +166,8 @@ def _outside(
         sink = spec.sink.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
     else:
-        weights = logits.softmax(-1)
+        blind = (logits == -torch.inf).all(-1, keepdim=True)  # a left pad sees nothing: 0 as in SDPA, never NaN
+        weights = logits.softmax(-1).masked_fill(blind, 0.0)
     return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous()
 
 

@@ -180,12 +180,12 @@ class _Check:
     def projection(self, run: Run, outputs: Mapping[int, Tensor], n_heads: int) -> None:
         """Z W_O + bias is what the attention module returned: W_O is the projection meant in the theory."""
         assert run.outputs is not None
-        worst = 0.0
+        worst = []
         for layer, module in enumerate(engine.attention_modules(self.twin, self.n_layers)):
             w_o, bias = engine.output_weights(module, n_heads).float(), engine.output_bias(module)
             mine = torch.einsum("bthd,hdD->btD", run.outputs[layer].float(), w_o)
-            worst = max(worst, _diff(mine if bias is None else mine + bias.float(), outputs[layer]))
-        self.within("output_max_diff", worst, "the output projection is not a plain one: z W_O is off by {}")
+            worst.append(_diff(mine if bias is None else mine + bias.float(), outputs[layer]))
+        self.within("output_max_diff", _worst(worst), "the output projection is not a plain one: z W_O is off by {}")
 
     def cached(self) -> None:
         """A run in two pieces through the cache equals a run in one, on the twin and on the bridge."""
@@ -193,7 +193,7 @@ class _Check:
         pieces = (_cached_twin(self.twin, self.ids, cut), _cached_bridge(self.bridge, self.ids, cut))
         self.within(
             "cached_max_diff",
-            max(_diff(logits, self.reference[cut:]) for logits in pieces),
+            _worst([_diff(logits, self.reference[cut:]) for logits in pieces]),
             "a cached run differs from an uncached one by {}: this pair of transformers and transformer-lens mistakes "
             "the KV cache (transformers 5.24 renamed the attention argument past_key_values); install "
             "transformers>=5.9,<5.24",
@@ -235,6 +235,11 @@ def _keep_pattern(patterns: dict[int, Tensor], layer: int, pattern: Tensor, hook
 
 def _diff(a: Tensor, b: Tensor) -> float:
     return float((a.detach().float() - b.detach().float()).abs().max())
+
+
+def _worst(values: list[float]) -> float:
+    """The largest, or NaN where any is NaN (the built-in ``max`` drops a NaN that does not come first)."""
+    return float(torch.tensor(values).max())
 
 
 def _tolerance(reference: Tensor, dtype: torch.dtype) -> float:
@@ -328,12 +333,12 @@ def _pattern(bridge: Any, ids: Tensor, run: Run, cache: Any) -> tuple[float, flo
     hooks = [(f"blocks.{i}.attn.hook_pattern", partial(_keep_pattern, patterns, i)) for i in run.specs]
     with torch.no_grad():
         bridge.run_with_hooks(ids, fwd_hooks=hooks, prepend_bos=False)
-    difference = error = 0.0
+    differences, errors = [], []
     for layer, (keys, _) in enumerate(engine.cached_layers(cache)):
         rows, sums = _rows(run.queries[layer][0], keys[0], run.specs[layer])
-        difference = max(difference, _diff(rows, patterns[layer][0]))
-        error = max(error, float((sums - 1).abs().max()))
-    return difference, error
+        differences.append(_diff(rows, patterns[layer][0]))
+        errors.append(float((sums - 1).abs().max()))
+    return _worst(differences), _worst(errors)
 
 
 def _rows(query: Tensor, keys: Tensor, spec: LayerSpec) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ def check(name: str) -> Report | CapabilityError:
 
 def print_report(report: Report) -> None:
     """The capability report as tables for a person."""
-    from rich.console import Console
     from rich.table import Table
 
     facts = Table(title=f"{report.model} ({report.architecture}): every layer can be masked", title_justify="left")
@@ -43,7 +42,7 @@ def print_report(report: Report) -> None:
         layers.add_column(column)
     for first, last, kind in _runs(report):
         layers.add_row(f"{first}–{last}" if last > first else str(first), *kind)
-    console = Console()
+    console = _console()
     console.print(facts)
     console.print(layers)
     console.print(
@@ -51,6 +50,14 @@ def print_report(report: Report) -> None:
         f"{report.shared_parameters} parameters shared with the twin"
     )
     console.print("versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+
+
+def _console() -> Any:
+    """A terminal's own width; 120 columns where the output is piped, so that tables keep their words whole."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(width=120, soft_wrap=True)
 
 
 def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
@@ -123,9 +130,7 @@ def _progress(items: Iterable[int]) -> Iterable[int]:
 
 def print_niah(summary: dict[str, Any], out: Path | None) -> None:
     """The summary as tables for a person."""
-    from rich.console import Console
-
-    console = Console()
+    console = _console()
     console.print(
         f"{summary['task']} on {summary['model']}: {summary['n_items']} items of {summary['length']} tokens, "
         f"seed {summary['seed']}, accuracy {summary['accuracy']:.2f}"

@@ -7,6 +7,12 @@ prints that line and exits 2. Broken invariants of our own raise ``AssertionErro
 from __future__ import annotations
 
 
+def quote(value: object, limit: int = 80) -> str:
+    """A value as a message shows it: its repr, on one line, shortened."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 class KVProbeError(Exception):
     """Base class of every error that kvprobe raises about its input."""
 

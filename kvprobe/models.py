@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvprobe import attention, checks, engine
-from kvprobe.errors import ModelError
+from kvprobe.errors import ModelError, quote
+from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
 
 EMBEDDED = ("smollm2-135m", "smollm2-135m-instruct")
@@ -81,12 +82,11 @@ class Model:
     def scene(self, prompt: Any, suffix: int | None = None) -> Scene:
         """What a plan must know of this model and a prompt."""
         n = len(prompt) - prompt.pad
-        if suffix is not None and not 0 < suffix <= n:
-            raise ModelError(f"suffix={suffix} does not fit a prompt of {n} tokens: allowed is 1 … {n}")
+        suffix = 0 if suffix is None else count("suffix", suffix, 1, n)
         geometry = self.geometry
         spans = tuple(prompt.spans.items())
         return Scene(
-            n, suffix or 0, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans
+            n, suffix, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans
         )
 
     def decode(self, ids: Any) -> str:
@@ -131,7 +131,7 @@ def load(
     source, label = _resolve(name)
     hf, tokenizer = _from_transformers(source, label, dtype, trust_remote_code, options)
     if device is not None:
-        hf = hf.to(device)
+        hf = _moved(hf, device)
     hf.eval()
     _refuse_unsupported(hf, label)
     probe = checks.probe_ids(hf)
@@ -159,7 +159,16 @@ def make_twin(hf: Any) -> Any:
     return twin
 
 
+def _moved(hf: Any, device: str) -> Any:
+    try:
+        return hf.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled for the device
+        raise ModelError(f"device={device!r} is not available: {' '.join(str(error).split())[:200]}") from error
+
+
 def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
+    if not isinstance(name, (str, os.PathLike)):
+        raise ModelError(f"{quote(name)} is not a model: give 'smollm2-135m', a folder with config.json, or a hub name")
     text = os.fspath(name)
     if text.lower() in EMBEDDED:
         from kvprobe import embedded
@@ -191,7 +200,7 @@ def _from_transformers(
             source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **keep)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers, safetensors and torch raise many kinds here; the user needs one line
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a hub name)"

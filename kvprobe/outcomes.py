@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvprobe import theory
-from kvprobe.errors import InterventionError
+from kvprobe.errors import InterventionError, TheoryError, quote
 from kvprobe.interventions.plan import ArmBias
 from kvprobe.receipts import Receipt
 from kvprobe.theory import ConditionalSplit, OwnSplit
-from kvprobe.traces import Trace, rows_from_logits
+from kvprobe.traces import LayerView, Trace, rows_from_logits
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,16 @@ class Outcome:
         """
         if reference not in ("own", "clean"):
             raise InterventionError(f"reference={reference!r} is not one of own, clean")
-        bias = self._bias(layer, self._trace().layer(layer).logits)
+        view = self._trace().layer(layer)
         if reference == "own":
-            row, sink_mass = self.own_attention(layer), self._sink_mass(self.own_attention(layer), layer)
+            row, sink_mass = _rows_and_sink(view)
         else:
             if clean is None:
                 raise InterventionError(
                     "reference='clean' needs clean=, the clean arm's outcome or trace at these rows"
                 )
-            row = self._clean_rows(clean, layer)
-            sink_mass = self._sink_mass(row, layer)
-        weights = bias.exp().expand_as(row)
+            row, sink_mass = self._clean_rows(clean, layer)
+        weights = self._bias(layer, view.logits).exp().expand_as(row)
         share = (row * weights).sum(-1) if sink_mass is None else (row * weights).sum(-1) + sink_mass
         return theory.correct(self.attention(layer), share)
 
@@ -85,9 +84,9 @@ class Outcome:
         """Both exact splits of A′ − A_clean at this arm's rows (see :func:`kvprobe.theory.split_own`)."""
         if any(0 > cut.bias > -torch.inf for bias in self.biases.values() for cut in bias.cuts):
             raise InterventionError("attention_change is defined for −∞ masks; this arm has a finite beta")
-        A, keep, rows = self.attention(layer), self.keep(layer), self._clean_rows(clean, layer)
+        A, keep, (rows, sink_mass) = self.attention(layer), self.keep(layer), self._clean_rows(clean, layer)
         own = theory.split_own(A, self.own_attention(layer), rows, keep)
-        return own, theory.split_conditional(A, rows, keep, self._sink_mass(rows, layer))
+        return own, theory.split_conditional(A, rows, keep, sink_mass)
 
     def _trace(self) -> Trace:
         if self.trace is None:
@@ -105,11 +104,7 @@ class Outcome:
         full[..., self.biases[layer].columns.to(logits.device) + trace.pad] = some
         return full
 
-    def _sink_mass(self, rows: Tensor, layer: int) -> Tensor | None:
-        sink = self._trace().data[layer].spec.sink
-        return None if sink is None else (1 - rows.sum(-1)).clamp_min(0)
-
-    def _clean_rows(self, clean: Trace | Outcome, layer: int) -> Tensor:
+    def _clean_rows(self, clean: Trace | Outcome, layer: int) -> tuple[Tensor, Tensor | None]:
         other = clean._trace() if isinstance(clean, Outcome) else clean
         wanted, have = self._trace().queries, other.queries
         missing = sorted(set(wanted) - set(have))
@@ -118,16 +113,28 @@ class Outcome:
                 f"the clean rows do not cover this arm's queries (missing {missing[:5]}, keys {other.n})"
             )
         index = torch.tensor([have.index(query) for query in wanted])
-        return other.layer(layer).attention[:, index]
+        rows, sink_mass = _rows_and_sink(other.layer(layer))
+        return rows[:, index], None if sink_mass is None else sink_mass[:, index]
+
+
+def _rows_and_sink(view: LayerView) -> tuple[Tensor, Tensor | None]:
+    """A [H, T, n] and the learned sink's mass [H, T]: a mass of its own, not 1 − ΣA, which keeps no digit of 1e-9."""
+    return theory.attention(view.logits, None if view.sink is None else view.sink.float()[:, None])
 
 
 def answer_logprobs(logits: Tensor, ids: Sequence[int] | Tensor) -> Tensor:
     """ln p of each token of an answer [k], from the k rows of logits that predict it; fp32, in nats."""
     target = torch.as_tensor(ids, device=logits.device)
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise TheoryError(f"{target.numel()} answer tokens for logits {list(logits.shape)}; allowed: one row a token")
+    if len(target) and not 0 <= int(target.min()) <= int(target.max()) < logits.shape[1]:
+        raise TheoryError(f"answer tokens {quote(target.tolist())}; allowed: 0 … {logits.shape[1] - 1}")
     return logits.float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 def kl_divergence(clean: Tensor, ablated: Tensor) -> Tensor:
     """KL(clean ‖ ablated) [rows] in nats, from two sets of logits [rows, vocab]; fp32."""
+    if clean.shape != ablated.shape:
+        raise TheoryError(f"logits {list(clean.shape)} and {list(ablated.shape)}; allowed: two of one shape")
     p, q = clean.float().log_softmax(-1), ablated.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)

@@ -131,7 +131,7 @@ def collect(
     named = tuple(layer for layer in sorted(plan.layers) if arm in plan.layers[layer])
     fired = tuple(layer for layer in named if all(layer in step.fired for step in steps))
     chosen = list(named)
-    weight = max((float(step.masked_weight[chosen, row].max()) for step in steps if chosen), default=0.0)
+    weight = float(torch.stack([step.masked_weight[chosen, row].max() for step in steps]).max()) if chosen else 0.0
     reached = sum(int(step.reached[chosen, row].sum()) for step in steps)
     expected = sum(expected_cells(plan, arm, step.positions, windows, n_heads) for step in steps)
     retained = torch.cat([step.retained[:, row] for step in steps], -1)

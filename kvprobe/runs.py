@@ -7,16 +7,16 @@ against the shared prefix; many arms (one arm = one counterfactual) go through i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprobe import engine
+from kvprobe import engine, inputs
 from kvprobe.attention import Run
 from kvprobe.engine import Prefix
-from kvprobe.errors import InterventionError, PromptError
+from kvprobe.errors import InterventionError, PromptError, quote
 from kvprobe.interventions.plan import ArmBias, Intervention, Plan, Scene, compile_arms
 from kvprobe.outcomes import Outcome
 from kvprobe.receipts import Step, collect
@@ -36,10 +36,10 @@ def prefill(model: Any, prompt: Any, length: int | None = None) -> Prefix:
 
     Returns a :class:`Prefix` that :func:`observe` and :func:`intervene` accept, so that many calls share one pass.
     """
-    ids = _real_ids(model, prompt)
+    ids = inputs.real_ids(model, prompt)
     length = len(ids) if length is None else length
-    if not 0 < length <= len(ids):
-        raise PromptError(f"cannot prefill {length} tokens of a prompt of {len(ids)}: allowed is 1 … {len(ids)}")
+    if not hasattr(length, "__index__") or not 0 < length <= len(ids):
+        raise PromptError(f"cannot prefill {quote(length)} tokens of a prompt of {len(ids)}: allowed is 1 … {len(ids)}")
     return engine.prefill(model.twin, ids[:length])[0]
 
 
@@ -58,8 +58,8 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
     Trace
         fp32 logits rows, values and W_O views per layer, worked out layer by layer when looked at.
     """
-    ids = _real_ids(model, prompt)
-    positions = _positions(queries, len(prompt), prompt.pad)
+    ids = inputs.real_ids(model, prompt)
+    positions = inputs.positions(queries, len(prompt), prompt.pad)
     real = torch.tensor(positions) - prompt.pad
     parts: list[Parts]
     if prefix is None:
@@ -99,7 +99,7 @@ def intervene(
         interventions applied together.
     suffix
         Number of trailing prompt tokens that run under the intervention, and whose logits are returned. May be omitted
-        when every arm names its own queries.
+        when every arm names its own queries: an arm's logits then begin at the first query that it can change.
     continuation
         Token ids teacher-forced after the prompt.
     generate
@@ -119,51 +119,33 @@ def intervene(
     Outcome or list of Outcome
         Each with a verified receipt. Rows count the prompt's tokens as given.
     """
-    single, groups = _as_arms(arms)
-    ids = _real_ids(model, prompt)
-    scene = model.scene(prompt, suffix)
-    _check_rules(groups, suffix)
+    single, groups = inputs.arms(arms)
+    ids, forced = inputs.real_ids(model, prompt), inputs.continuation(model, continuation)
+    generate = inputs.count("generate", generate, 0)
+    inputs.check_length(model, len(ids) + max(len(forced), generate))
+    # The last generated token is never run.
+    scene = replace(model.scene(prompt, suffix), follow=max(len(forced), generate - 1))
     plan = compile_arms(groups, scene)
-    forced = torch.as_tensor([] if continuation is None else continuation, dtype=torch.int64, device=ids.device)
-    _fits(model, len(ids) + max(len(forced), generate))
     if logits not in ("all", "continuation") or (logits == "continuation" and not len(forced)):
         raise InterventionError(f"logits={logits!r}: allowed are 'all', and 'continuation' with a continuation given")
     job = _Job(model, prompt, scene, plan, ids, forced, generate, logits, keep_trace)
-    starts = _starts(plan, scene, suffix)
+    starts = _starts(plan, scene)
     shared = _shared_prefix(model, ids, max(starts), prefix)
     outcomes: dict[int, Outcome] = {}
     for start in sorted(set(starts)):
         members = [arm for arm, first in enumerate(starts) if first == start]
-        size = batch or _batch_size(len(ids) + len(forced) - start, model.geometry.vocab, logits)
+        fitting = _batch_size(len(ids) + len(forced) - start, model.geometry.vocab, logits)
+        size = fitting if batch is None else inputs.count("batch", batch, 1)
         for at in range(0, len(members), size):
             outcomes.update(job.run(members[at : at + size], start, shared))
     ordered = [outcomes[arm] for arm in range(len(groups))]
     return ordered[0] if single else ordered
 
 
-def _as_arms(arms: Any) -> tuple[bool, list[tuple[Intervention, ...]]]:
-    if hasattr(arms, "cuts"):
-        return True, [(arms,)]
-    if not isinstance(arms, Sequence) or not arms:
-        raise InterventionError(f"arms must be an intervention or a non-empty list of them, not {arms!r}")
-    groups = [(arm,) if hasattr(arm, "cuts") else tuple(arm) for arm in arms]
-    for part in (part for group in groups for part in group):
-        if not hasattr(part, "cuts"):
-            raise InterventionError(f"{part!r} is not an intervention (KVMask)")
-    return False, groups
-
-
-def _check_rules(groups: Sequence[Sequence[Any]], suffix: int | None) -> None:
-    if suffix is None and any(getattr(part, "queries", "") == "suffix" for group in groups for part in group):
-        raise InterventionError(
-            "queries='suffix' needs suffix=…, the number of trailing prompt tokens that run under the mask"
-        )
-
-
-def _starts(plan: Plan, scene: Scene, suffix: int | None) -> list[int]:
+def _starts(plan: Plan, scene: Scene) -> list[int]:
     """Where each arm's run begins: the first affected query, or the first row asked for, and no earlier."""
-    asked = scene.n - suffix if suffix else None
-    starts = [min(scene.n - 1, *(value for value in (first, asked) if value is not None)) for first in plan.first]
+    asked = scene.n - max(scene.suffix, 1)
+    starts = [asked if first is None else min(asked, first) for first in plan.first]
     free = [start for start, first in zip(starts, plan.first, strict=True) if first is not None]
     # An arm that touches nothing joins the others' batch, where it equals them bit for bit in what it shares.
     default = min(starts) if not free else max(free)
@@ -181,12 +163,15 @@ def _shared_prefix(model: Any, ids: Tensor, length: int, given: Prefix | None) -
         return None
     if given is None:
         return engine.prefill(model.twin, ids[:length])[0]
-    shared = given.upto(_usable(given, ids, length))
+    usable = _usable(given, ids, length)
+    shared = given.upto(usable)
     return shared if len(shared) == length else engine.extend(model.twin, shared, ids[len(shared) : length])
 
 
 def _usable(prefix: Prefix, ids: Tensor, limit: int) -> int:
     """How much of a given prefix serves a run that starts at ``limit``; another prompt's prefix is an error."""
+    if not isinstance(prefix, Prefix):
+        raise PromptError(f"prefix={quote(prefix)} is not a prefilled context: allowed is what prefill(…) returns")
     shared = min(len(prefix), len(ids))
     if not torch.equal(prefix.ids[:shared].to(ids.device), ids[:shared]):
         raise PromptError("the prefix was prefilled from other tokens than this prompt's")
@@ -269,6 +254,8 @@ class _Job:
         receipt.verify(f"arm {arm}")
         tokens = torch.cat([self.prompt.ids.to(self.forced.device), self.forced])
         positions = list(range(start + pad, len(tokens)))
+        if self.scene.suffix and self.logits == "all":
+            logits = logits[-self.scene.suffix - len(self.forced) :]  # a mask may begin to bite before the suffix
         trace = None
         if self.keep_trace:
             parts = _parts_of(run, own, row)
@@ -290,31 +277,6 @@ def _parts_of(run: Run, own: Sequence[tuple[Tensor, Tensor]], row: int) -> list[
         return [((keys[row],), (values[row],)) for keys, values in own]
     pairs = zip(run.prefix, own, strict=True)
     return [((shared[0], mine[0][row]), (shared[1], mine[1][row])) for shared, mine in pairs]
-
-
-def _real_ids(model: Any, prompt: Any) -> Tensor:
-    ids = prompt.ids[prompt.pad :].to(model.device)
-    _fits(model, len(ids))
-    if int(ids.max()) >= model.geometry.vocab or int(ids.min()) < 0:
-        raise PromptError(f"token id {int(ids.max())} is outside the model's vocabulary 0 … {model.geometry.vocab - 1}")
-    return ids
-
-
-def _fits(model: Any, length: int) -> None:
-    if model.max_length is not None and length > model.max_length:
-        raise PromptError(f"{length} tokens do not fit the model's context of {model.max_length}")
-
-
-def _positions(queries: Any, n: int, pad: int) -> list[int]:
-    """Absolute, sorted, unique positions from an int, a list or a slice; pads are not queries."""
-    if isinstance(queries, slice):
-        found = [q for q in range(*queries.indices(n)) if q >= pad]
-    else:
-        given = [queries] if hasattr(queries, "__index__") else list(queries)
-        found = sorted({int(q) + n if int(q) < 0 else int(q) for q in given})
-    if not found or found[0] < pad or found[-1] >= n:
-        raise PromptError(f"queries {queries!r} do not lie in the prompt: allowed positions are {pad} … {n - 1}")
-    return found
 
 
 def _eos(model: Any) -> frozenset[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.engine import Prefix
-from kvprobe.errors import DataError, TheoryError
+from kvprobe.errors import DataError, RecordError, TheoryError
 from kvprobe.twopart import LayerSpec, layer_logits
 
 
@@ -140,6 +140,7 @@ class Trace:
 
     def save(self, path: str | Path, *, weights: bool = True) -> Path:
         """Write one safetensors file: ids, query rows, keys, values, specs, and W_O unless ``weights=False``."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -153,8 +154,13 @@ class Trace:
             if weights:
                 tensors[f"{index}.w_o"] = self.output(index).contiguous().clone()
         partial = path.with_name(path.name + ".partial")
-        save_file(tensors, partial, metadata={"kvprobe": json.dumps(self._header(weights))})
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, metadata={"kvprobe": json.dumps(self._header(weights))})
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise RecordError(f"cannot write the trace {path}: {error}; allowed: a file in a writable folder") from None
+        finally:
+            partial.unlink(missing_ok=True)
         return path
 
     def _header(self, weights: bool) -> dict[str, Any]:
@@ -178,15 +184,23 @@ class Trace:
             with safe_open(str(path), "pt") as file:
                 header = json.loads((file.metadata() or {}).get("kvprobe", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise DataError(f"{path} is not a readable trace: {error}") from None
-        if not header or header.get("format") != 1:
+        if not isinstance(header, dict) or header.get("format") != 1:
             raise DataError(f"{path} is not a kvprobe trace (format 1)")
-        if not header["weights"] and model is None:
+        if not header.get("weights") and model is None:
             raise DataError(f"{path} was saved without W_O: give Trace.load(path, model)")
-        output = model.w_o if not header["weights"] else (lambda index: tensors[f"{index}.w_o"])
+        try:
+            return cls._read(header, tensors, model)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is an incomplete trace: {type(error).__name__} {error}") from None
+
+    @classmethod
+    def _read(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Any) -> Trace:
         data = [_read_layer(tensors, index, spec) for index, spec in enumerate(header["specs"])]
+        weights = [tensors[f"{index}.w_o"] for index in range(len(data))] if header["weights"] else []
         spans = {name: (int(span[0]), int(span[1])) for name, span in header["spans"].items()}
+        output = weights.__getitem__ if header["weights"] else model.w_o
         return cls(tensors["ids"], tensors["queries"].tolist(), data, output, header["pad"], spans, header["meta"])
 
 

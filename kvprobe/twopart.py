@@ -136,10 +136,11 @@ class Parts:
             heads = (self.kv_heads, self.group)
             prepared[key] = ChunkBias.build(biases, q.shape[0], positions, self.prefix_length, low, near_low, heads)
         bias = prepared[key]
-        lost, cells = bias.apply(far, near)
-        z, log_total = self._softmax(q, b, far, near, low, near_low)
-        # R = Σ_kept / Σ_all = sigmoid(ln Σ_kept − ln Σ_lost): a sum over kept keys, never 1 − a_S.
-        share = torch.sigmoid(log_total - lost).masked_fill(lost == -torch.inf, 1.0)
+        peak, lost, cells = bias.apply(far, near)
+        z, top, kept = self._softmax(q, b, far, near, low, near_low)
+        # R = Σ_kept / Σ_all = sigmoid(ln Σ_kept − ln Σ_lost): a sum over kept keys, never 1 − a_S. The two peaks are
+        # subtracted from each other first: beside logits of 1e5 the logarithm of a sum would have lost its digits.
+        share = torch.sigmoid((top - peak) + (kept.log() - lost.log()))
         record.retained[b, :, rows] = share.flatten(1, 2)
         record.masked_weight[b] = torch.maximum(record.masked_weight[b], bias.dead_weight(far, near))
         record.reached[b] += cells
@@ -170,8 +171,8 @@ class Parts:
 
     def _softmax(
         self, q: Tensor, b: slice, far: Tensor | None, near: Tensor, low: int, near_low: int
-    ) -> tuple[Tensor, Tensor]:
-        """Unnormalised weights in place of logits; returns z [b, t, H, d_v] and the log-normaliser [b, K, G, t]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights e^{s − top} in place of logits s; returns z [b, t, H, d_v], top and the weights' sum [b, K, G, t]."""
         top = near.amax(-1)
         if far is not None:
             top = torch.maximum(top, far.amax(-1).transpose(0, 1))
@@ -190,7 +191,7 @@ class Parts:
         if sink is not None:
             total = total + (sink - top).exp()
         z = z / torch.where(total > 0, total, torch.ones_like(total))[..., None]
-        return z.flatten(1, 2).transpose(1, 2), top + total.log()
+        return z.flatten(1, 2).transpose(1, 2), top, total
 
 
 @dataclass(frozen=True)
@@ -277,18 +278,25 @@ class ChunkBias:
             pairs.append((self.near, near))
         return pairs
 
-    def apply(self, far: Tensor | None, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the biases in place; returns ln Σ_S (1 − e^bias) e^s [b, K, G, t] and the visible cells met [b]."""
-        lost = near.new_full(near.shape[:-1], -torch.inf)
-        cells = torch.zeros(self.arms, dtype=torch.int64, device=near.device)
+    def apply(self, far: Tensor | None, near: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the biases in place; returns what that loses and the visible cells met [b].
+
+        The loss is Σ_S (1 − e^bias) e^{s − peak}, with its peak, each [b, K, G, t].
+        """
+        met = []
         for side, part in self._pairs(far, near):
             raw = side.at(part)
-            real = side.real[:, None, None, None]
-            weight = torch.log1p(-side.bias.exp()).masked_fill(~real, -torch.inf)
-            lost = torch.logaddexp(lost, torch.logsumexp(raw + weight, -1))
-            cells += ((raw > -torch.inf) & (side.bias < 0) & real).flatten(1).sum(1)
             side.add(part, raw)
-        return lost, cells
+            met.append((raw.masked_fill(~side.real[:, None, None, None], -torch.inf), side.bias))
+        peak = near.new_full(near.shape[:-1], -torch.inf)
+        for raw, _ in met:
+            peak = torch.maximum(peak, raw.amax(-1))
+        peak = peak.masked_fill(peak == -torch.inf, 0.0)
+        lost, cells = torch.zeros_like(peak), torch.zeros(self.arms, dtype=torch.int64, device=near.device)
+        for raw, bias in met:
+            cells += ((raw > -torch.inf) & (bias < 0)).flatten(1).sum(1)
+            lost = lost - ((raw - peak[..., None]).exp() * torch.expm1(bias)).sum(-1)
+        return peak, lost, cells
 
     def dead_weight(self, far: Tensor | None, near: Tensor) -> Tensor:
         """Largest weight on a key with bias −∞, per arm [b]."""

@@ -1,6 +1,7 @@
-"""Shared fixtures. The embedded model is made or verified once a process; nothing here imports torch."""
+"""Shared fixtures. Models are made and loaded once a process; nothing here imports torch until a test asks for one."""
 
 import os
+from functools import cache
 
 import pytest
 
@@ -23,3 +24,36 @@ def smol_tokenizer(smol_path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smol_path)
+
+
+@pytest.fixture(scope="session")
+def smol(smol_path):
+    """The embedded model, for what needs a trained one."""
+    from kvprobe import models
+
+    assert smol_path
+    return models.load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """Family → folder of a tiny random model as transformers saves it."""
+    import tiny
+
+    return cache(lambda family: tiny.save(family, tmp_path_factory.mktemp("tiny") / family))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder):
+    """Family → tiny random model as kvprobe loads it."""
+    from kvprobe import models
+
+    return cache(lambda family: models.load(tiny_folder(family)))
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_folder):
+    """Family → the same tiny model in plain transformers, eager, for a 4-D mask of one's own."""
+    from oracles import Plain
+
+    return cache(lambda family: Plain(tiny_folder(family)))

@@ -42,12 +42,15 @@ def _configs():
 FAMILIES = ("gpt2", "llama", "mistral", "gemma2", "gpt_oss")
 
 
-def save(family: str, folder: Path, seed: int = 0) -> Path:
+def save(family: str, folder: Path, seed: int = 0, **changes: int) -> Path:
     """Build one family's model with weights large enough that attention is far from uniform, and save it."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_configs()[family](), dtype=torch.float32)
+    config = _configs()[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

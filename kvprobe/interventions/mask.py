@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprobe.errors import InterventionError
-from kvprobe.interventions.plan import ArmBias, Cut, Rows, Scene
+from kvprobe.errors import InterventionError, quote
+from kvprobe.interventions.plan import ArmBias, Cut, Rows, Scene, compile_arms
 
 Keys = Sequence[Any]
 POLICIES = ("raise", "zero", "keep_self")
@@ -56,7 +58,7 @@ class KVMask:
     keys: Keys
     layers: int | Sequence[int] | None = None
     heads: int | Sequence[int] | Mapping[int, Sequence[int]] | None = None
-    queries: str | Sequence[int] = "suffix"
+    queries: str | int | Sequence[int] = "suffix"
     beta: float = math.inf
     on_empty: str = "raise"
     name: str | None = None
@@ -65,16 +67,27 @@ class KVMask:
         """Refuse what cannot be applied to this prompt and model, in one line."""
         if self.on_empty not in POLICIES:
             raise InterventionError(f"on_empty={self.on_empty!r} is not one of {', '.join(POLICIES)}")
-        if not self.beta > 0:
+        beta: Any = self.beta
+        if not (isinstance(beta, Real) and float(beta) > 0):
             raise InterventionError(f"beta={self.beta!r} must be positive (nats; inf removes the keys)")
-        for layer in self._layers(scene):
+        layers = self._layers(scene)
+        named = [*self.heads] if isinstance(self.heads, Mapping) else []
+        if named and not set(named) & set(layers):
+            raise InterventionError(
+                f"heads names layers {quote(named)}, none of layers={quote(self.layers)}; allowed are layers in both"
+            )
+        for layer in sorted({*layers, *_indices("heads' layers", named)}):
             if not 0 <= layer < scene.n_layers:
                 raise InterventionError(f"layer {layer} does not exist: the model has layers 0 … {scene.n_layers - 1}")
             for head in self._heads(layer) or ():
                 if not 0 <= head < scene.n_heads:
                     raise InterventionError(f"head {head} does not exist: the model has heads 0 … {scene.n_heads - 1}")
-        self._spans(scene)
+        spans = self._spans(scene)
         self._rows(scene, 0)
+        if spans and isinstance(self.queries, str) and self.queries == "suffix" and not scene.suffix:
+            raise InterventionError(
+                "queries='suffix' needs suffix=…, the number of trailing prompt tokens that run under the mask"
+            )
 
     def cuts(self, layer: int, scene: Scene) -> list[Cut]:
         """The cuts of one layer, empty where this mask does not apply."""
@@ -83,7 +96,7 @@ class KVMask:
             return []
         keep_self = self.on_empty == "keep_self"
         return [
-            Cut(start, stop, self._rows(scene, stop), -self.beta, heads, keep_self, self.on_empty)
+            Cut(start, stop, self._rows(scene, stop), -float(self.beta), heads, keep_self, self.on_empty)
             for start, stop in self._spans(scene)
         ]
 
@@ -96,11 +109,9 @@ class KVMask:
         any other shape of scores is an error. Scores are edited in place, in their own dtype and device.
         """
         scene = model.scene(prompt, suffix)
-        self.check(scene)
-        from kvprobe.interventions.plan import compile_arms
-
         plan = compile_arms([[self]], scene)
-        silenced = {layer: [(h, q) for at, h, q in plan.silenced[0] if at == layer] for layer, _, _ in plan.silenced[0]}
+        rows = [(layer, head, query - scene.offset) for layer, head, query in plan.silenced[0]]
+        silenced = {layer: [(h, q) for at, h, q in rows if at == layer] for layer, _, _ in rows}
         hooks: list[tuple[str, Callable[[Tensor, Any], Tensor]]] = []
         for layer, by_arm in sorted(plan.layers.items()):
             hooks.append((f"blocks.{layer}.attn.hook_attn_scores", score_hook(by_arm[0], scene)))
@@ -109,30 +120,29 @@ class KVMask:
         return hooks
 
     def _layers(self, scene: Scene) -> Sequence[int]:
-        if self.layers is None:
-            return tuple(self.heads) if isinstance(self.heads, Mapping) else range(scene.n_layers)
-        return (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
+        if self.layers is not None:
+            return _indices("layers", self.layers)
+        return _indices("heads' layers", [*self.heads]) if isinstance(self.heads, Mapping) else range(scene.n_layers)
 
     def _heads(self, layer: int) -> tuple[int, ...] | None:
         if self.heads is None:
             return None
-        if isinstance(self.heads, Mapping):
-            chosen = self.heads.get(layer, ())
-            return (chosen,) if isinstance(chosen, int) else tuple(chosen)
-        return (self.heads,) if isinstance(self.heads, int) else tuple(self.heads)
+        return _indices("heads", self.heads.get(layer, ()) if isinstance(self.heads, Mapping) else self.heads)
 
     def _spans(self, scene: Scene) -> list[tuple[int, int]]:
         """Real, merged, sorted spans: overlapping keys are masked once."""
         named = dict(scene.spans)
+        if not isinstance(self.keys, Iterable):
+            raise InterventionError(f"keys must hold (start, stop) pairs or span names, not {quote(self.keys)}")
         given = [self.keys] if isinstance(self.keys, str) or _bare(self.keys) else list(self.keys)
         spans: list[tuple[int, int]] = []
         for item in given:
             if isinstance(item, str):
                 if item not in named:
-                    raise InterventionError(f"the prompt has no span {item!r}; it has {sorted(named) or 'none'}")
+                    raise InterventionError(f"the prompt has no span {quote(item)}; it has {sorted(named) or 'none'}")
                 item = named[item]
             if not (isinstance(item, Sequence) and len(item) == 2 and all(_integer(value) for value in item)):
-                raise InterventionError(f"keys must hold (start, stop) pairs or span names, not {item!r}")
+                raise InterventionError(f"keys must hold (start, stop) pairs or span names, not {quote(item)}")
             spans.append(scene.real(int(item[0]), int(item[1])))
         return _merge(spans)
 
@@ -140,11 +150,11 @@ class KVMask:
         if isinstance(self.queries, str):
             if self.queries not in RULES:
                 raise InterventionError(
-                    f"queries={self.queries!r} is not one of {', '.join(RULES)} or a list of positions"
+                    f"queries={quote(self.queries)} is not one of {', '.join(RULES)} or a list of positions"
                 )
             first = {"suffix": scene.n - scene.suffix, "after": span_stop, "generated": scene.n}[self.queries]
             return Rows(first)
-        positions = sorted({int(q) for q in self.queries})
+        positions = sorted({*_indices("queries", self.queries)})
         total = scene.n + scene.offset
         bad = [q for q in positions if q < scene.offset]
         if bad or not positions:
@@ -155,12 +165,24 @@ class KVMask:
         return Rows(real[0], real)
 
 
+def _indices(name: str, given: Any) -> tuple[int, ...]:
+    """One whole number or several, of whatever integer type (tables hand out NumPy's)."""
+    try:
+        return (operator.index(given),)
+    except TypeError:
+        pass
+    try:
+        return tuple(operator.index(value) for value in given)
+    except TypeError:
+        raise InterventionError(f"{name}={quote(given)} is not allowed: give a whole number or several") from None
+
+
 def _integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _bare(keys: Keys) -> bool:
-    return len(keys) == 2 and all(_integer(value) for value in keys)
+    return isinstance(keys, Sequence) and len(keys) == 2 and all(_integer(value) for value in keys)
 
 
 def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -47,7 +47,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a plan must know of model and run. Positions are absolute and count real tokens only (no left pads)."""
+    """What a plan must know of model and run. Positions are absolute and count real tokens only (no left pads).
+
+    ``offset`` left pads come before the n prompt tokens, ``follow`` forced or generated tokens are run after them.
+    """
 
     n: int
     suffix: int
@@ -57,6 +60,7 @@ class Scene:
     has_sink: bool = False
     offset: int = 0
     spans: tuple[tuple[str, tuple[int, int]], ...] = ()
+    follow: int = 0
 
     def real(self, start: int, stop: int) -> tuple[int, int]:
         """A span as the user counts (pads included) in real coordinates; out of range is an error."""
@@ -166,7 +170,7 @@ def _groups(
 
 
 def _silenced(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> Iterable[tuple[int, int, int]]:
-    """(layer, head, query) rows left without a single unbiased visible key.
+    """(layer, head, query) rows left without a single unbiased visible key; queries count pads, as users do.
 
     A row always sees itself, so only queries whose own key is cut can be silenced: those are looked at one by one.
     With a learned sink no row is ever silenced.
@@ -175,15 +179,23 @@ def _silenced(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> 
         return
     for numbers, bias, window in _groups(layers, arm, scene):
         for query, heads, finite in _full_rows(bias, window, scene):
-            policies = {cut.on_empty for cut in bias.cuts}
-            if finite or "raise" in policies:
+            if finite or _raises(bias, query, heads):
                 what = "gives the same finite bias to" if finite else "removes"
                 raise InterventionError(
                     f"the mask {what} every key that query {query + scene.offset} sees (layer {numbers[0]}, "
                     f"head {heads[0]}): there is no attention row left; allowed: keys that leave one key visible, or "
                     "on_empty='zero' (head output 0) or on_empty='keep_self'"
                 )
-            yield from ((layer, head, query) for layer in numbers for head in heads)
+            yield from ((layer, head, query + scene.offset) for layer in numbers for head in heads)
+
+
+def _raises(bias: ArmBias, query: int, heads: Sequence[int]) -> bool:
+    """Whether a cut that took part in silencing these heads at this query refuses silence."""
+    at = torch.tensor([query])
+    return any(
+        cut.on_empty == "raise" and bool(cut.rows.touches(at)) and (cut.heads is None or bool({*heads} & {*cut.heads}))
+        for cut in bias.cuts
+    )
 
 
 def _full_rows(bias: ArmBias, window: int | None, scene: Scene) -> Iterable[tuple[int, list[int], bool]]:
@@ -209,7 +221,8 @@ def _unseen(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> di
     for numbers, bias, window in _groups(layers, arm, scene):
         hidden = 0
         for key in bias.columns.tolist():
-            last = scene.n - 1 if window is None else min(scene.n - 1, key + window - 1)
+            last = scene.n + scene.follow - 1
+            last = last if window is None else min(last, key + window - 1)
             if not any(_meets(cut, key, last) for cut in bias.cuts):
                 hidden += 1
         result.update({layer: hidden for layer in numbers if hidden})

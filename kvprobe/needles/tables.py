@@ -156,11 +156,14 @@ def _head_frame(
     frame["n_items"] = len(maps)
     frame["items_at_1"] = (values == 1.0).sum(axis=0).reshape(-1)
     frame["excluded"] = np.isin(layers, settings.exclude_layers)
-    frame["p_max_t"] = _max_t(probes, name, where, settings) if feature == "mass" else np.nan
+    frame["p_max_t"], frame["p_attainable"] = np.nan, np.nan
+    if feature == "mass":
+        test = _max_t(probes, name, where, settings)
+        frame["p_max_t"], frame["p_attainable"] = test.p, test.p_attainable
     return frame
 
 
-def _max_t(probes: Sequence[ItemProbe], name: str, where: str, settings: Settings) -> Any:
+def _max_t(probes: Sequence[ItemProbe], name: str, where: str, settings: Settings) -> stats.MaxTResult:
     """p of each head under one joint permutation of the evidence label within items, adjusted by max |T|."""
     scores, targets = [], []
     for probe in probes:
@@ -169,4 +172,4 @@ def _max_t(probes: Sequence[ItemProbe], name: str, where: str, settings: Setting
         mass = probe.features["mass"][:, :, points].mean(axis=2)[..., chosen]
         scores.append(np.moveaxis(mass, -1, 0).reshape(mass.shape[-1], -1))
         targets.append(probe.is_label("evidence")[chosen])
-    return stats.max_t_within_item(scores, targets, seed=settings.seed, draws=1999).p
+    return stats.max_t_within_item(scores, targets, seed=settings.seed, draws=1999)

@@ -9,9 +9,9 @@ from kvprobe.plots.arms import answer_by_arm
 from kvprobe.plots.changes import attention_change
 from kvprobe.plots.heads import head_map
 from kvprobe.plots.masses import mass_against_value_mass, span_means
-from kvprobe.plots.niah import niah_figures
+from kvprobe.plots.niah import niah_figures, subtitle
 from kvprobe.plots.rows import head_spans
-from kvprobe.plots.style import Sheet, sheet
+from kvprobe.plots.style import Sheet, headline, sheet
 
 __all__ = [
     "Sheet",
@@ -19,8 +19,10 @@ __all__ = [
     "attention_change",
     "head_map",
     "head_spans",
+    "headline",
     "mass_against_value_mass",
     "niah_figures",
     "sheet",
     "span_means",
+    "subtitle",
 ]

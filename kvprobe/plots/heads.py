@@ -15,7 +15,10 @@ from kvprobe.errors import StatisticsError
 from kvprobe.plots.style import plural, styled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
@@ -60,39 +63,45 @@ def head_map(
     )
     if grid.size <= DASHED_CELLS:
         _dash(ax, grid < centre)
-    _circle(ax, _significant(frame, level))
+    _circle(ax, _significant(frame, level), 0.8 if grid.size <= DASHED_CELLS else 0.3)
     _hatch(ax, frame)
     for axis, number in ((ax.xaxis, grid.shape[1]), (ax.yaxis, grid.shape[0])):
-        axis.set_major_locator(MaxNLocator(nbins=min(number, 9), integer=True, min_n_ticks=1, steps=[1, 2, 4, 5, 10]))
+        axis.set_major_locator(MaxNLocator(nbins=min(number, 9), integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     ax.set(xlabel="layer", ylabel="head")
     ax.set_title("\n".join(line for line in (title, significance(frame, level)) if line))
     return image
 
 
 def significance(frame: pd.DataFrame, level: float = 0.05) -> str:
-    """How many heads are significant by max-T; if none, whether any could have been. Empty without p-values."""
+    """How many heads are significant by max-T; if none, whether any could have been.
+
+    Heads of excluded layers do not count. Empty without p-values.
+    """
+    frame = _kept(frame)
     if "p_max_t" not in frame or frame["p_max_t"].isna().all():
         return ""
     found, smallest = len(_significant(frame, level)), frame["p_max_t"].min()
     if found:
-        return f"{found} of {plural(len(frame), 'head')}: p < {level:g} (max-T over heads)"
+        return f"{found} of {plural(len(frame), 'head')} significant: p < {level:g}"
     items = plural(int(frame["n_items"].max()), "item") if "n_items" in frame else "these items"
     attainable = float(frame["p_attainable"].max()) if "p_attainable" in frame else 0.0
     if attainable >= level:
         return f"no head could be significant: with {items}, p is at least {_p(attainable)}"
     if "items_at_1" in frame and (perfect := frame[frame["items_at_1"] == frame["n_items"]]).size:
-        return f"none significant: even AUROC 1 in {items} has p = {_p(perfect['p_max_t'].min())} (max-T)"
-    return f"none significant: smallest p = {_p(smallest)} (max-T, {items})"
+        return f"none significant: with {items}, AUROC 1 has p = {_p(perfect['p_max_t'].min())}"
+    return f"none significant: with {items}, smallest p = {_p(smallest)}"
 
 
-def legend_handles(frames: list[pd.DataFrame], value: str = "auroc", level: float = 0.05) -> list[Any]:
+def legend_handles(frames: Sequence[pd.DataFrame], value: str = "auroc", level: float = 0.05) -> list[Artist]:
     """Explain the marks that occur in these maps, and no others."""
-    dot = {"linestyle": "none", "marker": "o", "markerfacecolor": "white", "markeredgecolor": "black"}
-    handles = []
+    def mark(marker: str, label: str) -> Line2D:
+        return Line2D([], [], linestyle="none", marker=marker, mfc="white", mec="black", label=label)
+
+    handles: list[Artist] = []
     if any(len(_significant(frame, level)) for frame in frames):
-        handles.append(Line2D([], [], **dot, label=f"p < {level:g} (max-T over heads)"))
+        handles.append(mark("o", f"p < {level:g} (max-T over heads)"))
     if any(len(frame) <= DASHED_CELLS for frame in frames):
-        handles.append(Line2D([], [], color="black", linestyle="none", marker="_", label="below 0.5"))
+        handles.append(mark("_", "below 0.5"))
     if any("excluded" in frame and frame["excluded"].any() for frame in frames):
         handles.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="layer excluded beforehand"))
     if any(frame[value].isna().any() for frame in frames):
@@ -101,23 +110,29 @@ def legend_handles(frames: list[pd.DataFrame], value: str = "auroc", level: floa
 
 
 def _p(value: float) -> str:
-    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+    return f"{value:.3f}"
 
 
 def _grid(frame: pd.DataFrame, value: str) -> np.ndarray[Any, Any]:
     """[heads, layers]; NaN where the table has no row."""
     if frame.empty or frame.duplicated(["layer", "head"]).any():
+        heads = len(frame[["layer", "head"]].drop_duplicates())
         raise StatisticsError(
-            f"a head map needs one row a head, but {len(frame)} rows hold {len(frame[['layer', 'head']].drop_duplicates())}"
-            " heads: choose one contrast, where and feature"
+            f"a head map needs one row a head, but {len(frame)} rows hold {plural(heads, 'head')}: "
+            "choose one contrast, where and feature"
         )
     grid = np.full((int(frame["head"].max()) + 1, int(frame["layer"].max()) + 1), np.nan)
     grid[frame["head"], frame["layer"]] = frame[value]
     return grid
 
 
+def _kept(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[~frame["excluded"].astype(bool)] if "excluded" in frame else frame
+
+
 def _significant(frame: pd.DataFrame, level: float) -> pd.DataFrame:
-    return frame[frame["p_max_t"] < level] if "p_max_t" in frame else frame.iloc[:0]
+    kept = _kept(frame)
+    return kept[kept["p_max_t"] < level] if "p_max_t" in kept else kept.iloc[:0]
 
 
 def _dash(ax: Axes, below: np.ndarray[Any, Any]) -> None:
@@ -126,13 +141,12 @@ def _dash(ax: Axes, below: np.ndarray[Any, Any]) -> None:
     ax.add_collection(LineCollection(segments, colors="black", linewidths=0.6), autolim=False)
 
 
-def _circle(ax: Axes, rows: pd.DataFrame) -> None:
+def _circle(ax: Axes, rows: pd.DataFrame, edge: float) -> None:
     """Circles of half a cell, whatever the size of the cells."""
-    style = {"units": "xy", "facecolors": "white", "edgecolors": "black", "linewidths": 0.8}
+    size, angle = np.full(len(rows), 0.55), np.zeros(len(rows))
+    style = {"facecolors": "white", "edgecolors": "black", "linewidths": edge, "offset_transform": ax.transData}
     offsets = rows[["layer", "head"]].to_numpy(float)
-    size = np.full(len(rows), 0.55)
-    circles = EllipseCollection(size, size, np.zeros(len(rows)), offsets=offsets, offset_transform=ax.transData, **style)
-    ax.add_collection(circles, autolim=False)
+    ax.add_collection(EllipseCollection(size, size, angle, units="xy", offsets=offsets, **style), autolim=False)
 
 
 def _hatch(ax: Axes, frame: pd.DataFrame) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 
-from kvprobe.plots.style import GREY, LOOKS, plural, styled
+from kvprobe.plots.style import GREY, LOOKS, Look, plural, styled
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-READING = "both high: re-read\nhigh mass, low value mass: sink-like"
+READING = "Both high: re-read.\nHigh mass, low value mass: sink-like."
 
 
 def span_means(spans: pd.DataFrame, where: str = "last") -> pd.DataFrame:
@@ -34,8 +34,8 @@ def span_means(spans: pd.DataFrame, where: str = "last") -> pd.DataFrame:
 def mass_against_value_mass(ax: Axes, spans: pd.DataFrame, where: str = "last", *, p: int = 1, title: str = "") -> None:
     """One point a span on logarithmic axes, one large point a class (its medians).
 
-    mass = Σ_{t ∈ S} A_t, value mass = Σ_{t ∈ S} A_t ‖v_t W_O‖_p, both means over layers × heads. The dashed line has the
-    median ratio of haystack spans: a span above it gives more output per attention than ordinary text.
+    mass = Σ_{t ∈ S} A_t, value mass = Σ_{t ∈ S} A_t ‖v_t W_O‖_p, both means over layers × heads. The dashed line has
+    the median ratio of haystack spans: a span above it gives more output per attention than ordinary text.
 
     Parameters
     ----------
@@ -47,15 +47,17 @@ def mass_against_value_mass(ax: Axes, spans: pd.DataFrame, where: str = "last", 
     points = span_means(spans, where)
     seen = points[(points["mass"] > 0) & (points["value_mass"] > 0)]
     ax.set(xscale="log", yscale="log")
-    for label in reversed(LOOKS):
-        _class(ax, seen[seen["label"] == label], label)
+    for order, label in enumerate(reversed(LOOKS)):
+        _class(ax, seen[seen["label"] == label], label, order)
     if len(seen):
         _typical(ax, seen)
     if hidden := len(points) - len(seen):
-        ax.text(0.02, 0.98, f"not drawn: {plural(hidden, 'span')} without attention", transform=ax.transAxes, va="top")
+        text = f"not drawn: {plural(hidden, 'span')} without attention"
+        ax.text(0.98, 0.03, text, transform=ax.transAxes, ha="right", fontsize=8)
     box = {"boxstyle": "round", "facecolor": "white", "edgecolor": GREY, "alpha": 0.85, "linewidth": 0.6}
-    ax.text(0.98, 0.03, READING, transform=ax.transAxes, ha="right", va="bottom", fontsize=8, bbox=box, zorder=1)
-    ax.set(xlabel="attention mass (share of a head's attention)", ylabel=f"value mass Σ A·‖v W_O‖{'₁₂'[p - 1]} (output units)")
+    ax.text(0.02, 0.97, READING, transform=ax.transAxes, va="top", fontsize=8, bbox=box, zorder=1)
+    ax.set_xlabel(r"attention mass $\Sigma_{t\in S}\,A_t$ (share of a head's attention)")
+    ax.set_ylabel(rf"value mass $\Sigma_{{t\in S}}\,A_t\,\Vert v_t W_O\Vert_{p}$ (size of its output)")
     ax.set_title(title)
 
 
@@ -67,23 +69,29 @@ def legend_handles(spans: pd.DataFrame) -> list[Any]:
         for label, look in LOOKS.items()
         if label in counts
     ]
-    median = {"linestyle": "none", "marker": "o", "markersize": 9, "markerfacecolor": "white", "markeredgecolor": "black"}
-    handles.append(Line2D([], [], **median, label="large, black edge: median"))
-    return [*handles, Line2D([], [], color=GREY, linestyle="--", label="typical value of haystack text")]
+    median = Look("large, black edge: median of the class", "black", "o", 9, filled=False)
+    handles.append(Line2D([], [], **median.marks(), label=median.name))
+    typical = "haystack text: median value mass per attention mass"
+    return [*handles, Line2D([], [], color=GREY, linestyle="--", label=typical)]
 
 
-def _class(ax: Axes, rows: pd.DataFrame, label: str) -> None:
+def _class(ax: Axes, rows: pd.DataFrame, label: str, order: int) -> None:
+    """Points, and above all points the median; a single point is its own median and not hidden by others'."""
     look = LOOKS[label]
-    ax.plot(rows["mass"], rows["value_mass"], **look.marks(0.8), label=label, alpha=0.75)
+    above = 2 + order + (len(LOOKS) if len(rows) == 1 else 0)
+    ax.plot(rows["mass"], rows["value_mass"], **look.marks(0.8, len(rows)), label=label, alpha=0.75, zorder=above)
     if len(rows) > 1:
-        edge = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 4}
-        face = {"markerfacecolor": look.colour if look.filled else "white"}
-        ax.plot(rows["mass"].median(), rows["value_mass"].median(), **look.marks(1.7) | edge | face, label=f"{label} median")
+        median = rows[["mass", "value_mass"]].median()
+        face = {"markerfacecolor": look.colour if look.filled else "white", "markeredgecolor": "black"}
+        order += 2 + len(LOOKS)
+        ax.plot(*median, **look.marks(1.5) | face, markeredgewidth=1.2, zorder=order, label=f"{label} median")
 
 
 def _typical(ax: Axes, points: pd.DataFrame) -> None:
-    """Line of constant value mass per mass; the axes keep the limits that the points ask for."""
+    """Line of constant value mass per mass, anchored where points are: the axes grow for points only."""
     plain = points[points["label"] == "distractor"]
     rows = plain if len(plain) else points
     ratio = float((rows["value_mass"] / rows["mass"]).median())
-    ax.axline((1.0, ratio), (10.0, 10.0 * ratio), color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+    near = float(rows["mass"].median())
+    anchors = [(near * step, ratio * near * step) for step in (1.0, 1.001)]
+    ax.axline(*anchors, color=GREY, linestyle="--", linewidth=0.8, zorder=0)

@@ -1,0 +1,67 @@
+"""All benchmarks: correctness first, then ratios measured in one run. The last line of stdout is JSON.
+
+``python kernels/bench/run.py [--skip-memory]``; under six minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+
+import ablation
+import observing
+import torch
+
+import kvprobe as kp
+from kvprobe.versions import versions
+
+# ratio → (the bar, the aim, whether larger is better)
+BARS = {
+    "ablation_speedup": (30, 60, True),
+    "ablation_speedup_hf_cache": (1.3, 2, True),
+    "ablation_speedup_hf_slices": (None, None, True),
+    "ablation_over_limit": (3, 2, False),
+    "prefill_over_hf": (1.15, None, False),
+    "span_stats_over_prefill": (0.5, None, False),
+    "peak_over_hf": (1.5, None, False),
+}
+
+
+def main() -> int:
+    """Run, print a table, and return 1 if a bar is missed."""
+    begun = time.perf_counter()
+    ratios, measured = {}, {}
+    if "--skip-memory" not in sys.argv:
+        _add(ratios, measured, observing.memory())
+    model = kp.load()
+    for part in (ablation.run, observing.run):
+        _add(ratios, measured, part(model))
+    missed = [name for name, value in ratios.items() if not _holds(name, value)]
+    for name, value in ratios.items():
+        bar, aim, larger = BARS[name]
+        sign = "≥" if larger else "≤"
+        wanted = "" if bar is None else f"bar {sign} {bar}" + (f", aim {sign} {aim}" if aim else "")
+        print(f"{name:28s} {value:8.3f}   {wanted}{'   MISSED' if name in missed else ''}")
+    for name, value in measured.items():
+        print(f"{name:28s} {value:12.5g}")
+    machine = {"cpu": platform.machine(), "threads": torch.get_num_threads(), "versions": versions()}
+    print(json.dumps({"ratios": ratios, "measured": measured, "seconds": time.perf_counter() - begun, **machine}))
+    return 1 if missed else 0
+
+
+def _add(
+    ratios: dict[str, float], measured: dict[str, float], found: tuple[dict[str, float], dict[str, float]]
+) -> None:
+    ratios.update(found[0])
+    measured.update(found[1])
+
+
+def _holds(name: str, value: float) -> bool:
+    bar, _, larger = BARS[name]
+    return bar is None or (value >= bar if larger else value <= bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
