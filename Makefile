@@ -1,4 +1,4 @@
-# make setup · demo · test · test-fast · bench · notebooks · stress · check · clean
+# make setup · demo · test · test-fast · bench · notebooks · check · clean
 # Everything runs in .venv, which is made on first use and again when the dependencies change.
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -10,7 +10,7 @@ DEMO_ARGS ?= --task niah_multikey_1 --length 1500 --items 6 --seed 0 --out out/d
 CHECK_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: setup demo lint test test-fast bench notebooks stress check clean
+.PHONY: setup demo lint test test-fast bench notebooks check clean
 
 setup: .venv/.embedded
 
@@ -43,10 +43,6 @@ bench: setup
 
 notebooks: setup
 	$(BIN)/python notebooks/build.py
-
-# The suite three times over with twice as many workers as cores: what passes only when it runs alone fails here.
-stress: setup
-	for round in 1 2 3; do $(BIN)/pytest -n 4 --dist worksteal || exit 1; done
 
 check: setup
 	$(BIN)/kvprobe check $(CHECK_ARGS)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from kvprobe.errors import ModelError, quote
 from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
 
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 EMBEDDED = ("smollm2-135m", "smollm2-135m-instruct")
 
 
@@ -187,25 +192,57 @@ def _from_transformers(
     source: str, label: str, dtype: torch.dtype | str | None, trust: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    if not Path(source).is_dir():
+        _require_hub(source, options)
     keep = {
         key: options[key]
         for key in ("revision", "token", "local_files_only", "cache_dir", "subfolder")
         if key in options
     }
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **keep)
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **keep)
     except Exception as error:  # transformers, safetensors and torch raise many kinds here; the user needs one line
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a hub name)"
         ) from error
     return model, tokenizer
+
+
+def _require_hub(source: str, options: dict[str, Any]) -> None:
+    """Fail at once where a hub name is neither cached nor reachable: transformers would retry for half a minute."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(source, "config.json", options.get("cache_dir"), options.get("revision"))
+    if isinstance(cached, str) or constants.HF_HUB_OFFLINE or any(name in os.environ for name in PROXIES):
+        return
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise ModelError(
+            f"cannot load {source!r}: no such folder, not in the local hub cache, and {host} cannot be reached; "
+            "allowed: 'smollm2-135m', a folder saved by transformers, or a hub name"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its progress bars, restored afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _refuse_unsupported(hf: Any, label: str) -> None:

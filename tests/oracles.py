@@ -13,7 +13,7 @@ PROJECTIONS = ("o_proj", "c_proj")
 
 @dataclass(frozen=True)
 class Cutout:
-    """What a mask says, resolved by hand: keys {k}, layers, heads by layer, β, policy, and the queries that lose them."""
+    """What a mask says, resolved by hand: key spans, layers, heads by layer, the queries that lose them, and β."""
 
     keys: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
@@ -57,6 +57,7 @@ class Plain:
         from transformers import AutoModelForCausalLM
 
         self.hf = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+        self.hf.set_experts_implementation("eager")  # the default one has no fp64
         config = self.hf.config
         self.n_layers, self.n_heads = config.num_hidden_layers, config.num_attention_heads
         window = getattr(config, "sliding_window", None)

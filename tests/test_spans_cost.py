@@ -29,7 +29,7 @@ def test_memory_is_linear_in_the_number_of_keys():
         return fake_trace(n, L=1, H=4, K=2, d=8, D=512, queries=(n - 1,), dtype=torch.float32)
 
     for n in (4_000, 16_000):
-        block = torch.get_num_threads() * 2**18
+        block = torch.get_num_threads() * 2**19
         assert largest_tensor(lambda n=n: all_spans(trace(n), 20)) <= max(block, 4 * 8 * n)
         spans = [(i, i + 50) for i in range(0, n, n // 20)]
         assert largest_tensor(lambda n=n, spans=spans: span_stats(trace(n), spans)) <= max(block, 12 * 9 * n)

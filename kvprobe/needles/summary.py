@@ -40,7 +40,7 @@ def head_auroc(probe: ItemProbe, feature: str, name: str, where: str) -> Array |
     positive, negative = probe.is_label("evidence"), probe.is_label(*CONTRASTS[name])
     if not negative.any():
         return None
-    values = [_auroc(probe.features[feature][:, :, q], positive, negative) for q in _points(probe, where)]
+    values = [_auroc(probe.features[feature][:, :, q], positive, negative) for q in observation_points(probe, where)]
     return np.mean(values, axis=0)
 
 
@@ -53,12 +53,13 @@ def _auroc(values: Array, positive: NDArray[np.bool_], negative: NDArray[np.bool
     return result.reshape(values.shape[:2])
 
 
-def _points(probe: ItemProbe, where: str) -> list[int]:
+def observation_points(probe: ItemProbe, where: str) -> list[int]:
     """Indices of the observation points: the last prompt token, or all answer tokens."""
     return [q for q, name in enumerate(probe.where) if name == where or name.startswith(f"{where}_")]
 
 
-def _layers(probe: ItemProbe, settings: Settings) -> list[int]:
+def kept_layers(probe: ItemProbe, settings: Settings) -> list[int]:
+    """Layers that the rule stated before the run leaves in."""
     n_layers = probe.features["mass"].shape[0]
     return [layer for layer in range(n_layers) if layer not in settings.exclude_layers]
 
@@ -70,7 +71,7 @@ def contrast(probes: Sequence[ItemProbe], name: str, where: str, settings: Setti
         maps = [auroc for probe in probes if (auroc := head_auroc(probe, feature, name, where)) is not None]
         if not maps:
             return None
-        kept = np.stack(maps)[:, _layers(probes[0], settings)]
+        kept = np.stack(maps)[:, kept_layers(probes[0], settings)]
         interval = stats.auroc_interval(np.nanmean(kept, axis=(1, 2)), seed=settings.seed)
         result[feature] = {
             "mean": interval.mean,
@@ -129,7 +130,9 @@ def _span_scores(
         target = probe.is_label("evidence")[chosen]
         if target.all():
             continue
-        values = probe.features[settings.gate_score][_layers(probe, settings)][:, :, _points(probe, where)][..., chosen]
+        values = probe.features[settings.gate_score][kept_layers(probe, settings)][
+            :, :, observation_points(probe, where)
+        ][..., chosen]
         scores.append(values.sum(axis=(0, 1)).mean(axis=0))
         targets.append(target)
     return scores, targets
@@ -197,7 +200,7 @@ def needles(probes: Sequence[ItemProbe]) -> dict[str, Any]:
     """Share of the evidence mass on each asked needle at the answer tokens, and the entropy of the shares in nats."""
     shares = []
     for probe in probes:
-        mass = probe.features["mass"][:, :, _points(probe, "answer")][..., probe.is_label("evidence")]
+        mass = probe.features["mass"][:, :, observation_points(probe, "answer")][..., probe.is_label("evidence")]
         total = mass.sum(axis=(0, 1, 2))
         shares.append(total / total.sum())
     mean = np.mean(shares, axis=0)

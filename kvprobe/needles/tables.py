@@ -14,7 +14,7 @@ from kvprobe import stats
 from kvprobe.errors import TaskError
 from kvprobe.needles.probe import ItemProbe, probe_item
 from kvprobe.needles.settings import FEATURES, Settings
-from kvprobe.needles.summary import CONTRASTS, head_auroc, summarise
+from kvprobe.needles.summary import CONTRASTS, head_auroc, kept_layers, observation_points, summarise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,17 +159,19 @@ def _head_frame(
     frame["p_max_t"], frame["p_attainable"] = np.nan, np.nan
     if feature == "mass":
         test = _max_t(probes, name, where, settings)
-        frame["p_max_t"], frame["p_attainable"] = test.p, test.p_attainable
+        frame.loc[~frame["excluded"], "p_max_t"] = test.p
+        frame.loc[~frame["excluded"], "p_attainable"] = test.p_attainable
     return frame
 
 
 def _max_t(probes: Sequence[ItemProbe], name: str, where: str, settings: Settings) -> stats.MaxTResult:
-    """p of each head under one joint permutation of the evidence label within items, adjusted by max |T|."""
+    """p of each head that is not excluded, under one joint permutation of the evidence label within items (max |T|)."""
     scores, targets = [], []
     for probe in probes:
         chosen = probe.is_label("evidence", *CONTRASTS[name])
-        points = [q for q, at in enumerate(probe.where) if at == where or at.startswith(f"{where}_")]
-        mass = probe.features["mass"][:, :, points].mean(axis=2)[..., chosen]
+        points = observation_points(probe, where)
+        kept = kept_layers(probe, settings)
+        mass = probe.features["mass"][kept][:, :, points].mean(axis=2)[..., chosen]
         scores.append(np.moveaxis(mass, -1, 0).reshape(mass.shape[-1], -1))
         targets.append(probe.is_label("evidence")[chosen])
     return stats.max_t_within_item(scores, targets, seed=settings.seed, draws=1999)

@@ -38,7 +38,7 @@ def answer_by_arm(ax: Axes, arms: pd.DataFrame, effects: Mapping[str, Any] | Non
     ax.axhspan(-LINEAR, LINEAR, color="#EBEBEB", zorder=0)
     ax.axhline(0, color="black", linewidth=0.8, zorder=1)
     places = dict(zip(means.index, _spread(len(means)), strict=True))
-    line = {"color": GREY, "linewidth": 0.7, "alpha": max(0.15, 0.7 - 0.02 * len(means)), "zorder": 2}
+    line: dict[str, Any] = {"color": GREY, "linewidth": 0.7, "alpha": max(0.15, 0.7 - 0.02 * len(means)), "zorder": 2}
     for item, row in means.iterrows():
         at = np.flatnonzero(row.notna())
         ax.plot(at + places[item], row.iloc[at], **line)
@@ -47,7 +47,7 @@ def answer_by_arm(ax: Axes, arms: pd.DataFrame, effects: Mapping[str, Any] | Non
         _mean(ax, x, *_effect(effects, label, means[label]))
     ax.set_xticks(range(len(present)), [_tick(arms[arms["label"] == label], label) for label in present])
     ax.set_xlim(-0.45, max(len(present), 1) - 0.2)
-    _scale(ax, arms.loc[arms["label"].isin(present), "delta_logprob"].to_numpy())
+    _scale(ax)
     ax.set(xlabel="masked spans", ylabel="change of the gold answer's log-probability (nats)")
 
 
@@ -91,8 +91,8 @@ def _tick(rows: pd.DataFrame, label: str) -> str:
     return "\n".join([LOOKS[label].name, number, right])
 
 
-def _scale(ax: Axes, values: np.ndarray[Any, Any]) -> None:
+def _scale(ax: Axes) -> None:
+    low, high = ax.dataLim.intervaly  # of all that is drawn, intervals included
     ax.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
-    low, high = (float(np.nanmin(values)), float(np.nanmax(values))) if np.isfinite(values).any() else (0.0, 0.0)
     ax.set_ylim(min(2 * low, -0.03), max(2.5 * high, 0.03))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}".replace("-", "−") if value else "0"))

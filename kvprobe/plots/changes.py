@@ -29,9 +29,9 @@ BUCKETS = {"first4": "first 4 positions\n(attention sink)", "content": "rest of 
 def attention_change(ax: Axes, change: Mapping[str, Mapping[str, float]]) -> None:
     """Bars: change of attention to what is left, when a span is masked, read three ways.
 
-    A is the clean row, A′ the masked one (it sums to 1 again), R the share of its weight that the mask left. *Raw* A′ − A
-    compares rows of different length and adds up to 1 − R ≥ 0: a gain even where no logit moved. *Corrected* A′R − A is
-    the change on the clean scale; *among survivors* A′ − A/R is the change of shares, which adds up to 0.
+    A is the clean row, A′ the masked one (it sums to 1 again), R the share of weight that the mask left. *Raw* A′ − A
+    compares rows of different length and adds up to 1 − R ≥ 0: a gain even where no logit moved. *Corrected* A′R − A
+    is the change on the clean scale; *among survivors* A′ − A/R is the change of shares, which adds up to 0.
 
     Parameters
     ----------

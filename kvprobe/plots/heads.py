@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 # Orange below, blue above; the low end stays lighter than the high end, so that a dark cell is a high one in grey, too.
-AUROC = LinearSegmentedColormap.from_list("auroc", ["#C46A00", "#F0A640", "#F7F7F7", "#5B9BCB", "#08306B"])
-AUROC.set_bad("#BFBFBF")
+_ENDS = ["#C46A00", "#F0A640", "#F7F7F7", "#5B9BCB", "#08306B"]
+AUROC = LinearSegmentedColormap.from_list("auroc", _ENDS).with_extremes(bad="#BFBFBF")
 DASHED_CELLS = 2000
 """Up to this many cells, those below the centre get a dash."""
 
@@ -46,7 +46,7 @@ def head_map(
     ----------
     frame
         One row a head: ``layer``, ``head``, ``value`` and, where known, ``p_max_t`` (a circle marks p < ``level``),
-        ``excluded`` (hatched), ``items_at_1``, ``n_items``, ``p_attainable``.
+        ``excluded`` (hatched), ``items_at_1``, ``n_items``, ``p_attainable`` (the smallest p that the design allows).
     centre, reach
         Colours run from ``centre − reach`` to ``centre + reach``; white is ``centre``. NaN is grey.
     title
@@ -94,13 +94,14 @@ def significance(frame: pd.DataFrame, level: float = 0.05) -> str:
 
 def legend_handles(frames: Sequence[pd.DataFrame], value: str = "auroc", level: float = 0.05) -> list[Artist]:
     """Explain the marks that occur in these maps, and no others."""
+
     def mark(marker: str, label: str) -> Line2D:
         return Line2D([], [], linestyle="none", marker=marker, mfc="white", mec="black", label=label)
 
     handles: list[Artist] = []
     if any(len(_significant(frame, level)) for frame in frames):
-        handles.append(mark("o", f"p < {level:g} (max-T over heads)"))
-    if any(len(frame) <= DASHED_CELLS for frame in frames):
+        handles.append(mark("o", f"p < {level:g} (max-T over heads, two-sided)"))
+    if any(len(frame) <= DASHED_CELLS and (frame[value] < 0.5).any() for frame in frames):
         handles.append(mark("_", "below 0.5"))
     if any("excluded" in frame and frame["excluded"].any() for frame in frames):
         handles.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="layer excluded beforehand"))

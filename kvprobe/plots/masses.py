@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
 
 from kvprobe.plots.style import GREY, LOOKS, Look, plural, styled
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 READING = "Both high: re-read.\nHigh mass, low value mass: sink-like."
 
@@ -35,7 +40,7 @@ def mass_against_value_mass(ax: Axes, spans: pd.DataFrame, where: str = "last", 
     """One point a span on logarithmic axes, one large point a class (its medians).
 
     mass = Σ_{t ∈ S} A_t, value mass = Σ_{t ∈ S} A_t ‖v_t W_O‖_p, both means over layers × heads. The dashed line has
-    the median ratio of haystack spans: a span above it gives more output per attention than ordinary text.
+    the median ratio of haystack spans (of all spans, where there are none): above it, attention brings more output.
 
     Parameters
     ----------
@@ -51,6 +56,8 @@ def mass_against_value_mass(ax: Axes, spans: pd.DataFrame, where: str = "last", 
         _class(ax, seen[seen["label"] == label], label, order)
     if len(seen):
         _typical(ax, seen)
+        _ticks(ax.xaxis)
+        _ticks(ax.yaxis)
     if hidden := len(points) - len(seen):
         text = f"not drawn: {plural(hidden, 'span')} without attention"
         ax.text(0.98, 0.03, text, transform=ax.transAxes, ha="right", fontsize=8)
@@ -71,7 +78,7 @@ def legend_handles(spans: pd.DataFrame) -> list[Any]:
     ]
     median = Look("large, black edge: median of the class", "black", "o", 9, filled=False)
     handles.append(Line2D([], [], **median.marks(), label=median.name))
-    typical = "haystack text: median value mass per attention mass"
+    typical = f"{'haystack text' if 'distractor' in counts else 'all spans'}: median value mass per attention mass"
     return [*handles, Line2D([], [], color=GREY, linestyle="--", label=typical)]
 
 
@@ -95,3 +102,25 @@ def _typical(ax: Axes, points: pd.DataFrame) -> None:
     near = float(rows["mass"].median())
     anchors = [(near * step, ratio * near * step) for step in (1.0, 1.001)]
     ax.axline(*anchors, color=GREY, linestyle="--", linewidth=0.8, zorder=0)
+
+
+def _ticks(axis: Axis) -> None:
+    axis.set_major_locator(_Decades())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+class _Decades(Locator):
+    """Ticks at 1, 2, 5 of each decade in view, at 1 where there are many: matplotlib's own labels may overlap."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        """Positions between two positive limits; three or so round numbers where that is less than one step."""
+        low, high = np.log10(vmin), np.log10(vmax)
+        steps = (1, 2, 5) if high - low < 2.5 else (1,)
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        ticks = [tick for power in powers for step in steps if vmin <= (tick := step * 10.0**power) <= vmax]
+        return ticks if len(ticks) > 1 else MaxNLocator(3).tick_values(vmin, vmax)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 PLACES = {"last": "at the last prompt token", "answer": "at the answer tokens"}
 NAMES = {"hard": "other needle", "decoy": "decoy", "distractor": "haystack span"}
 HEADS_NOTE = (
-    "AUROC: how often a head gives the asked needle more attention than another span of the same item, mean over items. "
-    "Above each map: mean over heads [95% interval over items]. Significance: the needle's label permuted within items, "
-    "for all heads at once (max-T)."
+    "AUROC: how often a head gives the asked needle more attention than another span of the same item, mean over "
+    "items. Above each map: mean over heads [95% interval over items]. Significance: the needle's label permuted "
+    "within items, for all heads at once (max-T)."
 )
 CONTRASTS = {"vs_hard": ("hard", "decoy"), "vs_distractor": ("distractor",)}
 
@@ -29,8 +29,8 @@ def niah_figures(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any])
     """Name → figure of one run.
 
     ``auroc_heads``: which heads attend to the asked needle more than to what it is compared with. ``mass_value_mass``:
-    whether that attention carries values. ``answer_by_arm``: what the answer loses without each kind of span. A run with
-    nothing to compare the needle with has no map of heads.
+    whether that attention carries values. ``answer_by_arm``: what the answer loses without each kind of span. A run
+    with nothing to compare the needle with has no map of heads.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def _auroc_heads(heads: pd.DataFrame, items: pd.DataFrame, summary: Mapping[str,
     panels = []
     for ax, (name, where) in zip(axes.flat, itertools.product(rows, PLACES), strict=True):
         panel = mass[(mass["contrast"] == name) & (mass["where"] == where)]
-        panels.append(panel.assign(p_attainable=_attainable(items, name)))
+        panels.append(panel.assign(p_attainable=panel.get("p_attainable", _attainable(items, name))))
         title = f"against {_others(items, name)}\n{PLACES[where]}{_mean(summary, name, where)}"
         image = head_plots.head_map(ax, panels[-1], title=title)
         ax.label_outer()
@@ -120,9 +120,9 @@ def _mass_value_mass(spans: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     n_layers, n_heads = spans["layer"].nunique(), spans["head"].max() + 1
     without = f" (without {', '.join(map(str, excluded))}, excluded beforehand)" if excluded else ""
     note = (
-        f"One point a span of an item; means over {n_layers} layers{without} × {n_heads} heads, and over answer tokens. "
-        "Re-read: the span gets attention and its values reach the output. Sink-like: attention parked where values are "
-        "small."
+        f"One point a span of an item; means over {n_layers} layers{without} × {n_heads} heads, and over answer "
+        "tokens. Re-read: the span gets attention and its values reach the output. Sink-like: attention parked where "
+        "values are small."
     )
     title = "Does the attention that a span gets carry values?"
     headline(figure, title, subtitle(summary), note, masses.legend_handles(spans))
@@ -136,9 +136,9 @@ def _answer_by_arm(arms: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     clean = arms.loc[arms["label"] == "clean", "score"].mean()
     interval = "[95% interval]" if summary["n_items"] > 1 else "(one item: no interval)"
     note = (
-        f"Points: masked spans; grey lines: items, through their means; diamonds: mean over items {interval}. Grey band "
-        f"(±{LINEAR}): linear scale, logarithmic outside. The context is prefilled whole; a masked span is then hidden "
-        f"from question and answer. With nothing masked the answer is right in {clean:.0%}."
+        f"Points: masked spans; grey lines: items, through their means; diamonds: mean over items {interval}. Grey "
+        f"band (±{LINEAR}): linear scale, logarithmic outside. The context is prefilled whole; a masked span is then "
+        f"hidden from question and answer. With nothing masked the answer is right in {clean:.0%}."
     )
     headline(figure, "What does the answer lose when a span is masked?", subtitle(summary), note)
     return figure

@@ -48,8 +48,8 @@ def head_spans(
         Position of an observed query; None is the last one.
     spans
         Name → (start, stop) or a list of them, such as ``item.spans``; None takes the trace's own. The names
-        ``evidence``, ``hard``, ``decoy`` and ``distractor`` have a fixed look. The legend gives each name's share of the
-        attention.
+        ``evidence``, ``hard``, ``decoy`` and ``distractor`` have a fixed look. The legend gives each name's share of
+        the attention.
     tokens
         The n tokens as text (``prompt.tokens(model)``), to name what is read.
     top
@@ -112,8 +112,8 @@ def _draw(ax: Axes, row: np.ndarray[Any, Any], named: Mapping[str, list[Range]],
             faint = 0.07 if stop - start > WIDE * len(row) else 0.22
             ax.axvspan(start - 0.5, stop - 0.5, color=look.colour, alpha=faint, linewidth=0, zorder=0)
         middles = [(start + stop - 1) / 2 for start, stop in ranges]
-        above = {"transform": ax.get_xaxis_transform(), "clip_on": False}
-        ax.plot(middles, np.full(len(middles), 1.03), **look.marks(0.7), **above)
+        above = ax.get_xaxis_transform()
+        ax.plot(middles, [1.03] * len(middles), transform=above, clip_on=False, label=name, **look.marks(0.7))
         share = sum(float(row[start:stop].sum()) for start, stop in ranges)
         handles.append(Line2D([], [], **look.marks(0.9), label=f"{look.name}: {_percent(share)}"))
     _weights(ax, row, log)

@@ -85,7 +85,10 @@ class Sheet(Figure):
     falls back to. Where the backend is set up, its own formatter goes first, so the figure never shows twice.
     """
 
-    add_subplot = styled(Figure.add_subplot)
+    @styled
+    def add_subplot(self, *args: Any, **kwargs: Any) -> Any:
+        """Axes in the house style, wherever they are asked for."""
+        return super().add_subplot(*args, **kwargs)
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         buffer = io.BytesIO()

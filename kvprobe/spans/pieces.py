@@ -1,6 +1,7 @@
 """Sums inside and outside spans of any lengths and overlaps, by additions only, in float64."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -13,22 +14,39 @@ from kvprobe.spans.inputs import Heads, Span
 class Pieces:
     """The keys of a layer cut at every span boundary: each span, and its complement, is a sum of whole pieces.
 
-    ``spans`` are clipped to the keys that the layer's heads see, so one may be empty. ``inside`` ``[P, pieces]`` is 1
-    where a span holds a piece.
+    Attributes
+    ----------
+    lengths
+        Keys in each piece, in order.
+    sides
+        ``[2, P, pieces]`` float64: 1 where a span holds a piece, and 1 where it does not.
+    keys, owner
+        ``[T]`` every key of every span, and the span that it stands for.
     """
 
-    spans: list[Span]
-    cuts: list[Span]
-    inside: Tensor
+    lengths: list[int]
+    sides: Tensor
+    keys: Tensor
+    owner: Tensor
 
     @staticmethod
     def of(spans: list[Span], heads: Heads) -> "Pieces":
-        """Cut the keys of ``heads`` at the boundaries of ``spans``."""
-        k = heads.A.shape[-1]
-        clipped = [(_clip(start - heads.first, k), _clip(stop - heads.first, k)) for start, stop in spans]
-        cuts = list(pairwise(sorted({0, k, *(edge for span in clipped for edge in span)})))
-        covers = [[start <= lo and hi <= stop for lo, hi in cuts] for start, stop in clipped]
-        return Pieces(clipped, cuts, torch.tensor(covers, dtype=torch.float64, device=heads.A.device))
+        """Cut the keys of ``heads`` at the boundaries of ``spans``; layers that see the same keys share the cuts."""
+        return _cut(tuple(spans), heads.first, heads.A.shape[-1], heads.A.device)
+
+    def sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of ``x`` ``[..., k]`` inside and outside each span, ``[..., P]``."""
+        by_piece = torch.stack([part.sum(-1) for part in x.split(self.lengths, -1)], -1)
+        inside, outside = self.sides.mT
+        return by_piece @ inside, by_piece @ outside
+
+    def value_sums(self, heads: Heads) -> Tensor:
+        """u_S and u_N = Σ A V inside and outside each span, ``[2, H, Q, P, d]``."""
+        H, Q, k = heads.A.shape
+        V = heads.values.double()
+        rows = heads.A.reshape(len(V), -1, k).split(self.lengths, -1)
+        by_piece = torch.stack([A @ part for A, part in zip(rows, V.split(self.lengths, 1), strict=True)])
+        return (self.sides @ by_piece.flatten(1)).unflatten(-1, (H, Q, -1)).permute(0, 2, 3, 1, 4)
 
 
 @dataclass(frozen=True)
@@ -41,40 +59,31 @@ class Sums:
     visible: Tensor
     mass: Tensor
     retained: Tensor
-    value_mass: Tensor
-    kept_value_mass: Tensor
     centre: Tensor
     shift: Tensor
 
     @staticmethod
-    def of(heads: Heads, pieces: Pieces, m: Tensor | None = None) -> "Sums":
-        """Sums over ``pieces``; without value norms ``m`` ``[H, k]`` the value masses are 0."""
-        (evicted, w_S, seen), (kept, w_N, _) = _two_sided_sums(heads, pieces, m)
-        visible, mass, retained = seen[..., -1] > 0, evicted[..., -1], kept[..., -1]
+    def of(heads: Heads, pieces: Pieces) -> "Sums":
+        """Sums of every head, query and span."""
+        visible = pieces.sums(heads.visible.double())[0] > 0
+        mass, retained = pieces.sums(heads.A)
         if heads.sink_mass is not None:
             retained = retained + heads.sink_mass.unsqueeze(-1)
-        centre = kept[..., :-1] / retained.unsqueeze(-1)
-        shift = mass.unsqueeze(-1) * centre - evicted[..., :-1]
-        shift = torch.where(visible.unsqueeze(-1), shift, 0.0)
-        return Sums(visible, mass, retained, w_S[..., -1], w_N[..., -1], centre, shift)
+        u_S, u_N = pieces.value_sums(heads)
+        centre = u_N / retained.unsqueeze(-1)
+        shift = torch.where(visible.unsqueeze(-1), mass.unsqueeze(-1) * centre - u_S, 0.0)
+        return Sums(visible, mass, retained, centre, shift)
 
 
-def _two_sided_sums(heads: Heads, pieces: Pieces, m: Tensor | None) -> Tensor:
-    """Σ rows · [V, 1] for the rows A, A m and "visible", inside and outside: ``[2, 3, H, Q, P, d + 1]``.
-
-    One small product a piece: the column of ones makes the plain sums a by-product of the value sums.
-    """
-    H, Q, k = heads.A.shape
-    K, _, d = heads.values.shape
-    weighted = torch.zeros_like(heads.A) if m is None else heads.A * m.double().unsqueeze(1)
-    rows = torch.stack([heads.A, weighted, heads.visible.double()])
-    rows = rows.view(3, K, -1, k).transpose(0, 1).reshape(K, -1, k)
-    columns = rows.new_ones(K, k, d + 1)
-    columns[..., :-1] = heads.values
-    by_piece = torch.stack([rows[..., lo:hi] @ columns[:, lo:hi] for lo, hi in pieces.cuts])
-    sides = torch.cat([pieces.inside, 1 - pieces.inside]) @ by_piece.flatten(1)
-    return sides.view(2, -1, K, 3, H // K, Q, d + 1).permute(0, 3, 2, 4, 5, 1, 6).reshape(2, 3, H, Q, -1, d + 1)
-
-
-def _clip(edge: int, k: int) -> int:
-    return min(max(edge, 0), k)
+@lru_cache(maxsize=64)
+def _cut(spans: tuple[Span, ...], first: int, k: int, device: torch.device) -> Pieces:
+    """Pieces of ``spans`` clipped to the keys [first, first + k); a span may become empty."""
+    clipped = [tuple(min(max(edge - first, 0), k) for edge in span) for span in spans]
+    cuts = list(pairwise(sorted({0, k, *(edge for span in clipped for edge in span)})))
+    inside = torch.tensor(
+        [[start <= lo and hi <= stop for lo, hi in cuts] for start, stop in clipped], dtype=torch.float64
+    )
+    keys = torch.cat([torch.arange(start, stop) for start, stop in clipped])
+    owner = torch.repeat_interleave(torch.tensor([stop - start for start, stop in clipped]))
+    sides = torch.stack([inside, 1 - inside])
+    return Pieces([hi - lo for lo, hi in cuts], sides.to(device), keys.to(device), owner.to(device))

@@ -108,10 +108,11 @@ def _table(trace: TraceLike, spans: Iterable[Sequence[int]], p: int, measure: Me
 
 def _head_columns(heads: Heads, spans: list[Span], p: int, centred: bool) -> Columns:
     pieces = Pieces.of(spans, heads)
-    sums = Sums.of(heads, pieces, heads.value_norms(p))
-    theta = sums.value_mass + sums.mass / sums.retained * sums.kept_value_mass
+    sums = Sums.of(heads, pieces)
+    w_S, w_N = pieces.sums(heads.A * heads.value_norms(p).double().unsqueeze(1))
+    theta = torch.where(sums.visible, w_S + sums.mass / sums.retained * w_N, 0.0)
     L = projected_norms(sums.shift.flatten(1, 2), heads.w_o.double(), p).view_as(theta)
-    columns = {"mass": sums.mass, "value_mass": sums.value_mass, "bound": torch.where(sums.visible, theta, 0.0)}
+    columns = {"mass": sums.mass, "value_mass": w_S, "bound": theta}
     if centred:
         # Where one key carries a span, θ_c equals L and rounding alone decides which comes out larger. θ_c is known to
         # be at least L, which has more digits: the larger of the two is the better value of θ_c.
@@ -121,17 +122,14 @@ def _head_columns(heads: Heads, spans: list[Span], p: int, centred: bool) -> Col
 
 def _centred_bounds(heads: Heads, pieces: Pieces, sums: Sums, p: int) -> Tensor:
     """θ_c = Σ_S A_i ‖(V_i − z′) W_O‖, ``[H, Q, P]``, over a list of (key, span) pairs in blocks."""
-    keys = torch.cat([torch.arange(start, stop) for start, stop in pieces.spans]).to(heads.A.device)
-    lengths = torch.tensor([stop - start for start, stop in pieces.spans])
-    owner = torch.repeat_interleave(lengths).to(heads.A.device)
     theta_c = torch.zeros_like(sums.mass)
     by_group = sums.centre.unflatten(0, (len(heads.values), -1))
-    for block in row_blocks(len(keys), by_group[..., 0, :].nbytes, keys.device):
-        key, span = keys[block], owner[block]
+    for block in row_blocks(len(pieces.keys), by_group[..., 0, :].nbytes, theta_c.device):
+        key, span = pieces.keys[block], pieces.owner[block]
         offsets = heads.values.index_select(1, key)[:, None, None] - by_group.index_select(-2, span)
         rows = offsets.to(heads.w_o.dtype).flatten(0, 1).flatten(1, 2)
-        distances = projected_norms(rows, heads.w_o, p).view(*heads.A.shape[:2], len(key))
-        theta_c.index_add_(-1, span, heads.A[..., key] * distances)
+        distances = torch.stack([projected_norms(x, W_O, p) for x, W_O in zip(rows, heads.w_o, strict=True)])
+        theta_c.index_add_(-1, span, heads.A[..., key] * distances.view(*heads.A.shape[:2], len(key)))
     return torch.where(sums.visible, theta_c, 0.0)
 
 

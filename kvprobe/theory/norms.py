@@ -12,7 +12,7 @@ from kvprobe.theory.checks import Projection, Rows, Values, check_p, check_proje
 
 # A block of projected rows is written once and read back at once. On a CPU its share a thread should stay in the core's
 # L2 cache; an accelerator wants few large launches.
-CPU_THREAD_BLOCK_BYTES = 1 << 20
+CPU_THREAD_BLOCK_BYTES = 2 << 20
 ACCELERATOR_BLOCK_BYTES = 256 << 20
 
 
