@@ -26,8 +26,8 @@ from kvprobe.twopart import ChunkBias, KeyBias, LayerRecord, LayerSpec, Parts, c
 NAME = "kvprobe"
 """The name under which the function is registered with transformers."""
 
-CHUNK_BYTES = {"cpu": 4 << 20, "default": 256 << 20}
-"""Logits held at once. On CPU the chunk is sized to the second-level cache: the softmax passes then never see DRAM."""
+CHUNK_BYTES = {"cpu": 8 << 20, "default": 256 << 20}
+"""Logits held at once: on CPU small enough that the softmax passes stay in the caches, large enough to fill products."""
 
 
 @dataclass

@@ -97,11 +97,13 @@ def run(label: str, hf: Any, twin: Any, bridge: Any, ids: Tensor, reference: Ten
     check = _Check(label, type(hf).__name__, twin, bridge, ids, reference, _tolerance(reference, dtype))
     observed, cache, outputs = check.observe()
     geometry = _geometry(twin, observed, cache, check.n_layers)
+    check.windows(geometry["windows"])
     check.logits()
     check.projection(observed, outputs, geometry["n_heads"])
     check.cached()
     check.masked(geometry)
-    check.rows(observed, cache, max(1e-4, 8 * torch.finfo(dtype).eps))
+    # Half precision rounds a logit of 30 by up to 0.1, and an attention weight with it.
+    check.rows(observed, cache, max(1e-4, 32 * torch.finfo(dtype).eps))
     shared = check.shared()
     layers = tuple(
         LayerReport(i, _attention_class(bridge, i), True, s.window, s.softcap, s.sink is not None)
@@ -170,6 +172,18 @@ class _Check:
             f"only layers {heard} of {self.n_layers} called the registered attention function",
         )
         return run, cache, outputs
+
+    def windows(self, heard: tuple[int | None, ...]) -> None:
+        """Layers that the config calls sliding told their window: a long one does not show on a short prompt."""
+        config = self.twin.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.n_layers
+        sliding = [kind == "sliding_attention" and bool(config.sliding_window) for kind in kinds]
+        silent = [layer for layer, slides in enumerate(sliding) if slides and heard[layer] is None]
+        self.expect(
+            not silent,
+            f"layer(s) {silent} slide over {getattr(config, 'sliding_window', None)} tokens, but their attention call "
+            "does not say so: a long prompt would see too much; allowed: classes that pass sliding_window on",
+        )
 
     def logits(self) -> None:
         """Twin and bridge against transformers' own eager logits."""

@@ -191,7 +191,7 @@ def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
 def _from_transformers(
     source: str, label: str, dtype: torch.dtype | str | None, trust: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not Path(source).is_dir():
         _require_hub(source, options)
@@ -202,15 +202,30 @@ def _from_transformers(
     }
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype or "auto", attn_implementation="eager", trust_remote_code=trust, **options
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust, **keep)
+            if getattr(config, "is_encoder_decoder", False):
+                raise ModelError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype or "auto",
+                attn_implementation="eager",
+                trust_remote_code=trust,
+                output_loading_info=True,
+                **options,
             )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **keep)
+    except ModelError:
+        raise
     except Exception as error:  # transformers, safetensors and torch raise many kinds here; the user needs one line
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"cannot load {label!r}: {reason} (allowed: 'smollm2-135m', a folder saved by transformers, or a hub name)"
         ) from error
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them random, with a warning
+        raise ModelError(
+            f"{label}: {len(missing)} weights of {type(model).__name__} are not in its files ({quote(missing)}); "
+            "allowed: a whole checkpoint"
+        )
     return model, tokenizer
 
 
@@ -253,8 +268,6 @@ def _refuse_unsupported(hf: Any, label: str) -> None:
         raise ModelError(
             f"{label}: attention of kind {sorted(kinds) or ['chunked']} is not supported; allowed: full and sliding"
         )
-    if getattr(hf.config, "is_encoder_decoder", False):
-        raise ModelError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
     if any(parameter.device.type == "meta" for parameter in hf.parameters()):
         raise ModelError(f"{label} is partly offloaded to disk: the twin cannot share its weights; load it whole")
 

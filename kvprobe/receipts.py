@@ -132,7 +132,7 @@ def collect(
     fired = tuple(layer for layer in named if all(layer in step.fired for step in steps))
     chosen = list(named)
     weight = float(torch.stack([step.masked_weight[chosen, row].max() for step in steps]).max()) if chosen else 0.0
-    reached = sum(int(step.reached[chosen, row].sum()) for step in steps)
+    reached = sum(int(step.reached[:, row].sum()) for step in steps)  # on layers that the arm does not name: none
     expected = sum(expected_cells(plan, arm, step.positions, windows, n_heads) for step in steps)
     retained = torch.cat([step.retained[:, row] for step in steps], -1)
     return Receipt(named, fired, weight, expected, reached, retained, plan.unseen[arm], plan.silenced[arm])

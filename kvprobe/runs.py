@@ -22,7 +22,7 @@ from kvprobe.outcomes import Outcome
 from kvprobe.receipts import Step, collect
 from kvprobe.traces import LayerData, Trace
 
-BATCH_TOKENS = 640
+BATCH_TOKENS = 1280
 """New tokens per batch of arms: beyond this the matrix products stop gaining and activations leave the cache."""
 
 LOGITS_BYTES = 256 << 20

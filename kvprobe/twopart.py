@@ -217,7 +217,8 @@ class _Side:
                 index[arm, :count], index[arm, count:] = part, part[-1]
                 bias[arm, ..., :count], bias[arm, ..., count:] = value, value[..., -1:]
                 real[arm, :count] = True
-        bias = bias[:, :1, None] if _same_heads(bias) else bias.unflatten(1, heads)
+        same = bool((bias == bias[:, :1]).all())
+        bias = bias[:, :1, None] if same else bias.unflatten(1, heads)
         return cls(index, bias, real)
 
     def at(self, part: Tensor) -> Tensor:
@@ -230,10 +231,6 @@ class _Side:
 
     def _spread(self, part: Tensor) -> Tensor:
         return self.index[:, None, None, None].expand(*part.shape[:-1], -1)
-
-
-def _same_heads(bias: Tensor) -> bool:
-    return bool((bias == bias[:, :1]).all())
 
 
 @dataclass(frozen=True)
@@ -271,12 +268,8 @@ class ChunkBias:
         return cls(sides[0], sides[1], arms)
 
     def _pairs(self, far: Tensor | None, near: Tensor) -> list[tuple[_Side, Tensor]]:
-        pairs = []
-        if self.far is not None and far is not None:
-            pairs.append((self.far, far.transpose(0, 1)))
-        if self.near is not None:
-            pairs.append((self.near, near))
-        return pairs
+        both = ((self.far, None if far is None else far.transpose(0, 1)), (self.near, near))
+        return [(side, part) for side, part in both if side is not None and part is not None]
 
     def apply(self, far: Tensor | None, near: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add the biases in place; returns what that loses and the visible cells met [b].
@@ -287,14 +280,15 @@ class ChunkBias:
         for side, part in self._pairs(far, near):
             raw = side.at(part)
             side.add(part, raw)
-            met.append((raw.masked_fill(~side.real[:, None, None, None], -torch.inf), side.bias))
+            landed = (side.bias < 0) & (side.at(part) == raw + side.bias)  # read back: what was not written is not met
+            met.append((raw.masked_fill(~side.real[:, None, None, None], -torch.inf), side.bias, landed))
         peak = near.new_full(near.shape[:-1], -torch.inf)
-        for raw, _ in met:
+        for raw, _, _ in met:
             peak = torch.maximum(peak, raw.amax(-1))
         peak = peak.masked_fill(peak == -torch.inf, 0.0)
         lost, cells = torch.zeros_like(peak), torch.zeros(self.arms, dtype=torch.int64, device=near.device)
-        for raw, bias in met:
-            cells += ((raw > -torch.inf) & (bias < 0)).flatten(1).sum(1)
+        for raw, bias, landed in met:
+            cells += ((raw > -torch.inf) & landed).flatten(1).sum(1)
             lost = lost - ((raw - peak[..., None]).exp() * torch.expm1(bias)).sum(-1)
         return peak, lost, cells
 

@@ -195,7 +195,10 @@ def test_a_query_that_sees_nothing(sink):
     assert (measures == 0).all(axis=None) and not table["visible"].any()
     assert (table["retained"] == (1 if sink else 0)).all()
     blind = fake_trace(pad=30, queries=(17, 20), sink=sink)
-    assert not span_stats(blind, SPANS)["visible"].any() and not all_spans(blind, 3).visible.any()
+    swept = all_spans(blind, 3)
+    assert not span_stats(blind, SPANS)["visible"].any() and not swept.visible.any()
+    for some in (swept, all_spans(trace, 3)):
+        assert (some.retained[:, :, 0] == (1 if sink else 0)).all() and not some.perturbation[:, :, 0].any()
 
 
 def test_many_spans_are_done_in_batches_with_the_same_result(monkeypatch):

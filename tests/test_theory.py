@@ -197,7 +197,7 @@ def test_law_4_does_not_cancel_in_float32(p, R):
     A = torch.where(keep, A * R / (A * keep).sum(-1, keepdim=True), A * (1 - R) / (A * ~keep).sum(-1, keepdim=True))
     A, V, W_O = A.float(), torch.randn(64, 100, 16, generator=g), torch.randn(16, 32, generator=g)
     exact = theory.perturbation(A.double(), V.double(), W_O.double(), keep, p)
-    assert_close(theory.perturbation(A, V, W_O, keep, p).double(), exact, rtol=2e-6, atol=0)
+    assert_close(theory.perturbation(A, V, W_O, keep, p).double(), exact, rtol=5e-7, atol=0)
 
 
 def test_law_4_the_equivalent_form_does_cancel():

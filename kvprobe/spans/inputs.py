@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import PromptError
-from kvprobe.theory import attention, value_norms
+from kvprobe.theory import attention, projected_norms, value_norms
 
 Span = tuple[int, int]
 
@@ -69,6 +69,11 @@ class Heads:
     values: Tensor
     w_o: Tensor
 
+    @property
+    def extent(self) -> tuple[int, int, torch.device]:
+        """First key, number of keys, device: layers of equal extent share what depends on the spans alone."""
+        return self.first, self.A.shape[-1], self.A.device
+
     def groups(self) -> list[slice]:
         """Query heads of each kv head: kv head g is read by heads g·G to (g + 1)·G, with G = H // K."""
         G = len(self.w_o) // len(self.values)
@@ -78,6 +83,10 @@ class Heads:
         """m_i = ‖V_i W_O‖_p by query head, ``[H, k]``; one head at a time, so that nothing is repeated G times."""
         pairs = zip(self.values, self.groups(), strict=True)
         return torch.stack([value_norms(V, W_O, p) for V, group in pairs for W_O in self.w_o[group]])
+
+    def projected_norms(self, x: Tensor, p: int) -> Tensor:
+        """‖x_h W_O^h‖_p of rows ``[H, ..., d]``, head by head, in the dtype of ``x``."""
+        return torch.stack([projected_norms(rows, W_O, p) for rows, W_O in zip(x, self.w_o, strict=True)])
 
     @property
     def total(self) -> Tensor:

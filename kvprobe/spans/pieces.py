@@ -1,7 +1,6 @@
 """Sums inside and outside spans of any lengths and overlaps, by additions only, in float64."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -31,8 +30,16 @@ class Pieces:
 
     @staticmethod
     def of(spans: list[Span], heads: Heads) -> "Pieces":
-        """Cut the keys of ``heads`` at the boundaries of ``spans``; layers that see the same keys share the cuts."""
-        return _cut(tuple(spans), heads.first, heads.A.shape[-1], heads.A.device)
+        """Cut the keys of ``heads`` at the boundaries of ``spans``, clipped to them (a span may become empty)."""
+        first, k, device = heads.extent
+        clipped = [(_clip(start - first, k), _clip(stop - first, k)) for start, stop in spans]
+        cuts = list(pairwise(sorted({0, k, *(edge for span in clipped for edge in span)})))
+        covers = [[start <= lo and hi <= stop for lo, hi in cuts] for start, stop in clipped]
+        inside = torch.tensor(covers, dtype=torch.float64)
+        keys = torch.cat([torch.arange(start, stop) for start, stop in clipped])
+        owner = torch.repeat_interleave(torch.tensor([stop - start for start, stop in clipped]))
+        sides = torch.stack([inside, 1 - inside])
+        return Pieces([hi - lo for lo, hi in cuts], sides.to(device), keys.to(device), owner.to(device))
 
     def sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of ``x`` ``[..., k]`` inside and outside each span, ``[..., P]``."""
@@ -75,15 +82,5 @@ class Sums:
         return Sums(visible, mass, retained, centre, shift)
 
 
-@lru_cache(maxsize=64)
-def _cut(spans: tuple[Span, ...], first: int, k: int, device: torch.device) -> Pieces:
-    """Pieces of ``spans`` clipped to the keys [first, first + k); a span may become empty."""
-    clipped = [tuple(min(max(edge - first, 0), k) for edge in span) for span in spans]
-    cuts = list(pairwise(sorted({0, k, *(edge for span in clipped for edge in span)})))
-    inside = torch.tensor(
-        [[start <= lo and hi <= stop for lo, hi in cuts] for start, stop in clipped], dtype=torch.float64
-    )
-    keys = torch.cat([torch.arange(start, stop) for start, stop in clipped])
-    owner = torch.repeat_interleave(torch.tensor([stop - start for start, stop in clipped]))
-    sides = torch.stack([inside, 1 - inside])
-    return Pieces([hi - lo for lo, hi in cuts], sides.to(device), keys.to(device), owner.to(device))
+def _clip(edge: int, k: int) -> int:
+    return min(max(edge, 0), k)

@@ -17,7 +17,7 @@ from kvprobe.theory.norms import row_blocks
 SPANS_AT_ONCE = 256
 
 Columns = dict[str, Tensor]
-Measure = Callable[[Heads, list[Span]], Columns]
+Measure = Callable[[Heads, Pieces], Columns]
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def span_stats(trace: TraceLike, spans: Iterable[Sequence[int]], *, p: int = 1, 
     model's, at least float32: a relative error of 1e-7. Theorem 3.3 of CriticalKV (arXiv 2502.03805) for θ; L and θ_c
     are derived for kvprobe.
     """
-    return _table(trace, spans, p, lambda heads, some: _head_columns(heads, some, p, centred))
+    return _table(trace, spans, p, lambda heads, pieces: _head_columns(heads, pieces, p, centred))
 
 
 @torch.no_grad()
@@ -87,17 +87,20 @@ def layer_perturbation(trace: TraceLike, spans: Iterable[Sequence[int]], p: int 
     -----
     Derived for kvprobe. In float64.
     """
-    return _table(trace, spans, p, lambda heads, some: _layer_columns(heads, some, p)).drop(columns="head")
+    return _table(trace, spans, p, lambda heads, pieces: _layer_columns(heads, pieces, p)).drop(columns="head")
 
 
 def _table(trace: TraceLike, spans: Iterable[Sequence[int]], p: int, measure: Measure) -> pd.DataFrame:
     """Run ``measure`` on batches of spans, layer by layer, and stack what it returns."""
     check_p(p)
     checked = check_spans(spans, trace.n)
+    cuts: dict[tuple[int, int, torch.device], list[Pieces]] = {}
     layers, queries, parts = [], [], []
     for view in trace.layers():
         heads = prepare(view)
-        batches = [measure(heads, some) for some in _batches(checked)]
+        if heads.extent not in cuts:
+            cuts[heads.extent] = [Pieces.of(some, heads) for some in _batches(checked)]
+        batches = [measure(heads, pieces) for pieces in cuts[heads.extent]]
         parts.append({name: torch.cat([batch[name] for batch in batches], -1).cpu() for name in batches[0]})
         layers.append(view.index)
         queries = view.queries.tolist()
@@ -106,12 +109,11 @@ def _table(trace: TraceLike, spans: Iterable[Sequence[int]], p: int, measure: Me
     return tidy(layers, queries, starts, stops, columns)
 
 
-def _head_columns(heads: Heads, spans: list[Span], p: int, centred: bool) -> Columns:
-    pieces = Pieces.of(spans, heads)
+def _head_columns(heads: Heads, pieces: Pieces, p: int, centred: bool) -> Columns:
     sums = Sums.of(heads, pieces)
     w_S, w_N = pieces.sums(heads.A * heads.value_norms(p).double().unsqueeze(1))
     theta = torch.where(sums.visible, w_S + sums.mass / sums.retained * w_N, 0.0)
-    L = projected_norms(sums.shift.flatten(1, 2), heads.w_o.double(), p).view_as(theta)
+    L = heads.projected_norms(sums.shift, p)
     columns = {"mass": sums.mass, "value_mass": w_S, "bound": theta}
     if centred:
         # Where one key carries a span, θ_c equals L and rounding alone decides which comes out larger. θ_c is known to
@@ -128,14 +130,14 @@ def _centred_bounds(heads: Heads, pieces: Pieces, sums: Sums, p: int) -> Tensor:
         key, span = pieces.keys[block], pieces.owner[block]
         offsets = heads.values.index_select(1, key)[:, None, None] - by_group.index_select(-2, span)
         rows = offsets.to(heads.w_o.dtype).flatten(0, 1).flatten(1, 2)
-        distances = torch.stack([projected_norms(x, W_O, p) for x, W_O in zip(rows, heads.w_o, strict=True)])
+        distances = heads.projected_norms(rows, p)
         theta_c.index_add_(-1, span, heads.A[..., key] * distances.view(*heads.A.shape[:2], len(key)))
     return torch.where(sums.visible, theta_c, 0.0)
 
 
-def _layer_columns(heads: Heads, spans: list[Span], p: int) -> Columns:
+def _layer_columns(heads: Heads, pieces: Pieces, p: int) -> Columns:
     """‖Σ_h shift_h W_O^h‖ as one product over heads and head width."""
-    sums = Sums.of(heads, Pieces.of(spans, heads))
+    sums = Sums.of(heads, pieces)
     stacked = sums.shift.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
     L = projected_norms(stacked, heads.w_o.double().flatten(0, 1), p)
     return {"perturbation": L.view(1, *sums.mass.shape[1:]), "visible": sums.visible.any(0, keepdim=True)}
