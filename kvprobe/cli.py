@@ -6,6 +6,7 @@ and exit status 2; a traceback appears only with ``--debug``.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done, 2 a mistake in the input (one line on stderr), 70 a bug of ours, 130 interrupted; or what the command
         itself chose by raising ``typer.Exit``.
     """
+    # Idle threads that spin make every matrix product wait as soon as anything else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in given if word != "--debug"]
     try:

@@ -195,7 +195,10 @@ def _gate_line(gate: dict[str, Any]) -> str:
     where = "last prompt token" if gate["at"] == "last" else "answer tokens"
     if gate["value"] is None:
         return f"gate at the {where}: {gate['verdict']}"
-    p = f"p {gate['p_permutation']:.4f}" + (" (cannot reject at this n)" if gate["cannot_reject"] else "")
+    value = gate["p_permutation"]
+    p = ("p < 0.0001" if value < 1e-4 else f"p {value:.4f}") + (
+        " (cannot reject at this n)" if gate["cannot_reject"] else ""
+    )
     return (
         f"gate at the {where}: {gate['score']} of E against {gate['contrast']} spans, "
         f"AUROC {gate['value']:.3f} {_range(gate)}, "

@@ -13,7 +13,7 @@ from kvprobe.errors import InterventionError, TheoryError, quote
 from kvprobe.interventions.plan import ArmBias
 from kvprobe.receipts import Receipt
 from kvprobe.theory import ConditionalSplit, OwnSplit
-from kvprobe.traces import LayerView, Trace, rows_from_logits
+from kvprobe.traces import Trace
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Outcome:
     def attention(self, layer: int) -> Tensor:
         """A′ [H, T, n]: the attention that the arm used. Survivors are inflated by 1/R; compare with care."""
         view = self._trace().layer(layer)
-        return rows_from_logits(view.logits + self._bias(layer, view.logits), view.sink)
+        return view.rows(self._bias(layer, view.logits))[0]
 
     def corrected_attention(self, layer: int, reference: str = "own", clean: Trace | Outcome | None = None) -> Tensor:
         """Ã′ = A′ · R [H, T, n]: the arm's attention with the renormalisation taken out.
@@ -64,7 +64,7 @@ class Outcome:
             raise InterventionError(f"reference={reference!r} is not one of own, clean")
         view = self._trace().layer(layer)
         if reference == "own":
-            row, sink_mass = _rows_and_sink(view)
+            row, sink_mass = view.rows()
         else:
             if clean is None:
                 raise InterventionError(
@@ -113,13 +113,8 @@ class Outcome:
                 f"the clean rows do not cover this arm's queries (missing {missing[:5]}, keys {other.n})"
             )
         index = torch.tensor([have.index(query) for query in wanted])
-        rows, sink_mass = _rows_and_sink(other.layer(layer))
+        rows, sink_mass = other.layer(layer).rows()
         return rows[:, index], None if sink_mass is None else sink_mass[:, index]
-
-
-def _rows_and_sink(view: LayerView) -> tuple[Tensor, Tensor | None]:
-    """A [H, T, n] and the learned sink's mass [H, T]: a mass of its own, not 1 − ΣA, which keeps no digit of 1e-9."""
-    return theory.attention(view.logits, None if view.sink is None else view.sink.float()[:, None])
 
 
 def answer_logprobs(logits: Tensor, ids: Sequence[int] | Tensor) -> Tensor:

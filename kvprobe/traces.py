@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprobe import theory
 from kvprobe.engine import Prefix
 from kvprobe.errors import DataError, RecordError, TheoryError
 from kvprobe.twopart import LayerSpec, layer_logits
@@ -49,21 +50,12 @@ class LayerView:
     @property
     def attention(self) -> Tensor:
         """A = softmax(logits) [H, Q, n] in fp32; rows sum to 1, or to 1 − the learned sink's share."""
-        return rows_from_logits(self.logits, self.sink)
+        return self.rows()[0]
 
-
-def rows_from_logits(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """Softmax over the last axis with an optional learned sink logit per head; a row of −∞ gives zeros, never NaN."""
-    top = logits.amax(-1, keepdim=True)
-    if sink is not None:
-        extra = sink.to(logits.dtype).view(-1, *[1] * (logits.dim() - 1))
-        top = torch.maximum(top, extra)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (logits - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + (extra - top).exp()
-    return torch.where(total > 0, weights / total, torch.zeros_like(weights))
+    def rows(self, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """softmax(logits + bias) [H, Q, n] and the learned sink's own mass [H, Q] (None without sinks)."""
+        logits = self.logits if bias is None else self.logits + bias
+        return theory.attention(logits, None if self.sink is None else self.sink.float()[:, None])
 
 
 @dataclass(frozen=True)
