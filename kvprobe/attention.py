@@ -27,7 +27,7 @@ NAME = "kvprobe"
 """The name under which the function is registered with transformers."""
 
 CHUNK_BYTES = {"cpu": 8 << 20, "default": 256 << 20}
-"""Logits held at once: on CPU small enough that the softmax passes stay in the caches, large enough to fill products."""
+"""Logits held at once: on CPU small enough that softmax passes stay in the caches, large enough to fill products."""
 
 
 @dataclass
