@@ -45,6 +45,7 @@ ARMS = {
     "the last context token": [mask([(17, 18)])],
     "across the border": [mask([(15, 21)], queries="after")],
     "own rows": [mask([(20, 22)], queries="after")],
+    "own rows under the suffix": [mask([(20, 22)])],
     "own rows, their own keys kept": [mask([(18, 23)], on_empty="keep_self")],
     "one layer": [mask([(13, 17)], layers=1)],
     "two layers": [mask([(13, 17)], layers=[0, 2])],

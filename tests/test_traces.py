@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kvprobe import KVMask, Prompt, Trace, intervene, observe, prefill, span_stats
 from kvprobe.errors import DataError, RecordError, TheoryError
-from kvprobe.traces import rows_from_logits
+from kvprobe.traces import LayerView
 
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
 PROMPT = Prompt.from_ids(catalogue.ids(), {"needle": (4, 7)})
@@ -57,7 +57,9 @@ def test_a_layer_that_does_not_exist(index, tiny):
 @pytest.mark.parametrize("sink", [None, -3.0, 40.0])
 def test_rows_are_softmax_with_an_optional_sink(sink):
     logits = torch.tensor([[[0.5, -1.0, -torch.inf], [3e4, 3e4 - 1, 2e4], [-torch.inf] * 3]])
-    rows = rows_from_logits(logits, None if sink is None else torch.tensor([sink]))
+    one = torch.ones(1, 1, 1)
+    learned = None if sink is None else torch.tensor([sink])
+    rows = LayerView(0, logits, one, one, learned, torch.arange(3)).attention
     for row, mine in zip(logits[0].tolist(), rows[0].tolist(), strict=True):
         everything = row + ([] if sink is None else [sink])
         top = max(everything)
