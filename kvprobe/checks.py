@@ -7,7 +7,7 @@ printed by ``kvprobe check``. A check that fails is a :class:`~kvprobe.errors.Mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvprobe import engine
 from kvprobe.attention import Run
+from kvprobe.capability import LayerReport, Report
 from kvprobe.errors import CapabilityError, ModelError
 from kvprobe.interventions.mask import KVMask, score_hook
 from kvprobe.interventions.plan import Scene, compile_arms
@@ -23,50 +24,6 @@ from kvprobe.twopart import LayerSpec, layer_logits, visible
 from kvprobe.versions import versions
 
 MASKED_KEY = 2
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer: its attention class, whether a score edit bit, and what shapes its softmax."""
-
-    index: int
-    kind: str
-    maskable: bool
-    window: int | None
-    softcap: float | None
-    sink: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """Largest absolute differences in logits unless said otherwise.
-
-    ``logits_max_diff`` bridge − transformers; ``twin_max_diff`` twin − transformers; ``cached_max_diff`` a cached run −
-    an uncached one (the larger of twin and bridge); ``mask_max_diff`` the fast path under a mask − hooks;
-    ``pattern_max_diff`` attention rows of twin − bridge; ``row_sum_max_error`` |Σ − 1|, learned sink counted;
-    ``output_max_diff`` z W_O (+ bias) − the attention module's own output.
-    """
-
-    ok: bool
-    model: str
-    architecture: str
-    attention: str
-    layers: tuple[LayerReport, ...]
-    logits_max_diff: float
-    twin_max_diff: float
-    cached_max_diff: float
-    mask_max_diff: float
-    pattern_max_diff: float
-    row_sum_max_error: float
-    output_max_diff: float
-    tolerance: float
-    shared_parameters: int
-    processing: str
-    versions: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self) | {"layers": [asdict(layer) for layer in self.layers], "versions": dict(self.versions)}
 
 
 def probe_ids(hf: Any) -> Tensor:

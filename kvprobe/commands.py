@@ -13,7 +13,7 @@ from kvprobe.errors import CapabilityError
 from kvprobe.versions import versions
 
 if TYPE_CHECKING:
-    from kvprobe.checks import Report
+    from kvprobe.capability import Report
     from kvprobe.needles import Result, Settings
 
 

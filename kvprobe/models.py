@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvprobe import attention, checks, engine
+from kvprobe.capability import Report
 from kvprobe.errors import ModelError, quote
 from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
@@ -58,7 +59,7 @@ class Model:
     twin
         The same transformers class on the same parameter tensors, with kvprobe's attention: the fast path.
     report
-        The capability check that ran at load (:class:`kvprobe.checks.Report`).
+        The capability check that ran at load (:class:`kvprobe.capability.Report`).
     """
 
     name: str
@@ -66,7 +67,7 @@ class Model:
     twin: Any
     tokenizer: Any
     geometry: Geometry
-    report: checks.Report
+    report: Report
     max_length: int | None
 
     @property

@@ -42,6 +42,7 @@ ARMS = {
     "two spans": [mask([(2, 4), (10, 12)])],
     "spans that touch": [mask([(10, 12), (12, 15)], queries="after")],
     "overlapping spans": [mask([(9, 13), (11, 15)])],
+    "overlapping spans, finite": [mask([(9, 13), (11, 15)], beta=0.7)],
     "the last context token": [mask([(17, 18)])],
     "across the border": [mask([(15, 21)], queries="after")],
     "own rows": [mask([(20, 22)], queries="after")],
