@@ -50,6 +50,18 @@ def run(label: str, hf: Any, twin: Any, bridge: Any, ids: Tensor, reference: Ten
     CapabilityError
         Naming model, class, layer where there is one, versions, and a way out.
     """
+    try:
+        return _run(label, hf, twin, bridge, ids, reference)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        have = ", ".join(f"{name} {version}" for name, version in versions().items())
+        raise CapabilityError(
+            f"{label} ({type(hf).__name__}): kvprobe cannot run its attention ({reason}); allowed: classes with plain "
+            f"multi-head, grouped-query or multi-query attention [{have}]"
+        ) from error
+
+
+def _run(label: str, hf: Any, twin: Any, bridge: Any, ids: Tensor, reference: Tensor) -> tuple[dict[str, Any], Report]:
     dtype = next(iter(twin.parameters())).dtype
     check = _Check(label, type(hf).__name__, twin, bridge, ids, reference, _tolerance(reference, dtype))
     observed, cache, outputs = check.observe()

@@ -75,18 +75,20 @@ def check(
 @app.command()
 def niah(
     task: Annotated[str, typer.Option(help="One of RULER's needle tasks.")] = "niah_multikey_1",
-    length: Annotated[int, typer.Option(min=1, help="Tokens of prompt and generation together.")] = 1500,
-    items: Annotated[int, typer.Option(min=1, help="Number of items.")] = 6,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and generation (default 1500).")] = None,
+    items: Annotated[int | None, typer.Option(min=1, help="Number of items (default 6).")] = None,
     distractors: Annotated[int | None, typer.Option(min=0, help="Haystack spans to compare with (default 20).")] = None,
     decoys: Annotated[
-        int, typer.Option(min=0, help="Unrelated facts planted like needles; 0 is RULER's protocol.")
-    ] = 4,
+        int | None, typer.Option(min=0, help="Unrelated facts planted like needles (default 4; 0 is RULER's protocol).")
+    ] = None,
     needles: Annotated[int | None, typer.Option(min=1, help="Keys hidden in each item.")] = None,
     template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="ruler32k: 32K tokens, 100 items, no decoys.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="ruler32k: 32K tokens, 100 items, no decoys, where not given otherwise.")
+    ] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
     exclude_layers: Annotated[str, typer.Option(help="Layers left out of averages and gate, e.g. 0,1.")] = "",
     gate_contrast: Annotated[str, typer.Option(help="hard or distractor.")] = "hard",

@@ -56,8 +56,8 @@ def _console() -> Any:
     """A terminal's own width; 120 columns where the output is piped, so that tables keep their words whole."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True)
-    return console if console.is_terminal else Console(width=120, soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    return console if console.is_terminal else Console(width=120, soft_wrap=True, markup=False, highlight=False)
 
 
 def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
@@ -78,18 +78,21 @@ def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
 
 def niah(name: str, settings: Settings, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Result]:
     """Run the needle probe; with ``out``, write tables, figures and a manifest there."""
-    begun = time.perf_counter()
-    if out is not None:
-        with records.run(out, command="niah", arguments=arguments, seed=settings.seed, model=name) as run:
-            return _niah(name, settings, run, begun)
-    return _niah(name, settings, None, begun)
-
-
-def _niah(name: str, settings: Settings, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Result]:
     from kvprobe import needles
     from kvprobe.models import load
 
+    begun = time.perf_counter()
     model = load(name)
+    needles.validate(model, settings)  # an earlier run's folder is not touched before the input is accepted
+    if out is None:
+        return _niah(model, settings, None, begun)
+    with records.run(out, command="niah", arguments=arguments, seed=settings.seed, model=name) as run:
+        return _niah(model, settings, run, begun)
+
+
+def _niah(model: Any, settings: Settings, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Result]:
+    from kvprobe import needles
+
     loaded = time.perf_counter()
     result = needles.run(model, settings, _progress)
     summary = {
@@ -132,7 +135,7 @@ def print_niah(summary: dict[str, Any], out: Path | None) -> None:
     """The summary as tables for a person."""
     console = _console()
     console.print(
-        f"{summary['task']} on {summary['model']}: {summary['n_items']} items of {summary['length']} tokens, "
+        f"{summary['task']} on {summary['model']}: {summary['n_items']} items, length {summary['length']}, "
         f"seed {summary['seed']}, accuracy {summary['accuracy']:.2f}"
     )
     console.print(_auroc_table(summary))
@@ -153,9 +156,10 @@ def _auroc_table(summary: dict[str, Any]) -> Any:
         title="Which spans do heads attend to? Within-item AUROC of the evidence, mean over heads [95 % over items]",
         title_justify="left",
     )
-    for column in ("feature", "against", "last prompt token", "answer tokens", "heads at 1.0"):
+    for column in ("feature", "against", "last prompt token", "answer tokens", "heads at 1.0 (last)"):
         table.add_column(column)
-    names = {"vs_hard": "other needles, decoys", "vs_distractor": "haystack (sanity)"}
+    planted = [name for label, name in (("hard", "other needles"), ("decoy", "decoys")) if summary["ablation"][label]]
+    names = {"vs_hard": ", ".join(planted), "vs_distractor": "haystack (sanity)"}
     for contrast, label in names.items():
         last, answer = summary["auroc"][contrast], summary["auroc_answer"][contrast]
         for feature, row in (last or {}).items():
@@ -191,6 +195,9 @@ def _range(row: dict[str, Any]) -> str:
     return "[no interval]" if low is None or low != low else f"[{low:.3g}, {high:.3g}]"
 
 
+GATED = {"hard": "other needles and decoys", "distractor": "haystack spans"}
+
+
 def _gate_line(gate: dict[str, Any]) -> str:
     where = "last prompt token" if gate["at"] == "last" else "answer tokens"
     if gate["value"] is None:
@@ -200,7 +207,7 @@ def _gate_line(gate: dict[str, Any]) -> str:
         " (cannot reject at this n)" if gate["cannot_reject"] else ""
     )
     return (
-        f"gate at the {where}: {gate['score']} of E against {gate['contrast']} spans, "
+        f"gate at the {where}: {gate['score']} of the evidence against {GATED[gate['contrast']]}, "
         f"AUROC {gate['value']:.3f} {_range(gate)}, "
         f"threshold {gate['threshold']}, {p}, n {gate['n']}: {gate['verdict']}"
     )

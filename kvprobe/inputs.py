@@ -75,13 +75,13 @@ def _integers(queries: Any) -> list[int]:
 
 def arms(given: Any) -> tuple[bool, list[tuple[Intervention, ...]]]:
     """Whether one intervention was given bare, and all arms as tuples of interventions."""
-    if hasattr(given, "cuts"):
+    if hasattr(given, "cuts") and not isinstance(given, type):
         return True, [(given,)]
     if not isinstance(given, Sequence) or not given:
         raise InterventionError(f"arms must be an intervention or a non-empty list of them, not {quote(given)}")
     groups = [tuple(arm) if isinstance(arm, (list, tuple)) else (arm,) for arm in given]
     for part in (part for group in groups for part in group):
-        if not hasattr(part, "cuts"):
+        if not hasattr(part, "cuts") or isinstance(part, type):
             raise InterventionError(
                 f"{quote(part)} is not an intervention: allowed are KVMask and tuples of them, one an arm"
             )

@@ -176,6 +176,8 @@ def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
     if not isinstance(name, (str, os.PathLike)):
         raise ModelError(f"{quote(name)} is not a model: give 'smollm2-135m', a folder with config.json, or a hub name")
     text = os.fspath(name)
+    if not text.strip():
+        raise ModelError("the model's name is empty: give 'smollm2-135m', a folder with config.json, or a hub name")
     if text.lower() in EMBEDDED:
         from kvprobe import embedded
 

@@ -106,6 +106,8 @@ class Outcome:
 
     def _clean_rows(self, clean: Trace | Outcome, layer: int) -> tuple[Tensor, Tensor | None]:
         other = clean._trace() if isinstance(clean, Outcome) else clean
+        if not isinstance(other, Trace):
+            raise InterventionError(f"clean={quote(clean)} is not allowed: give the clean arm's Outcome or a Trace")
         wanted, have = self._trace().queries, other.queries
         missing = sorted(set(wanted) - set(have))
         if missing or other.n != self._trace().n:

@@ -51,7 +51,7 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
     queries
         One position, a list, or a slice; negative positions count from the end.
     prefix
-        A prefilled context of this prompt. Queries must lie after it.
+        A prefilled context of this prompt, used as far as it lies before the first query.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def intervene(
     prefix
         A prefilled context; used as far as it may be shared (up to the first affected query).
     logits
-        ``"all"`` rows of the run, or ``"continuation"``: only the rows that predict the continuation.
+        ``"all"`` rows of the run, or ``"continuation"``: the rows that predict the continuation, and the one behind it.
     keep_trace
         Keep references to query rows and own keys, so that attention of the arm can be looked at.
     batch

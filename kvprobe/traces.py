@@ -165,6 +165,7 @@ class Trace:
             "spans": spans,
             "meta": dict(self.meta),
             "weights": weights,
+            "projections": [] if weights else [_fingerprint(self.output(i)) for i in range(self.n_layers)],
         }
 
     @classmethod
@@ -180,8 +181,8 @@ class Trace:
             raise DataError(f"{path} is not a readable trace: {error}") from None
         if not isinstance(header, dict) or header.get("format") != 1:
             raise DataError(f"{path} is not a kvprobe trace (format 1)")
-        if not header.get("weights") and model is None:
-            raise DataError(f"{path} was saved without W_O: give Trace.load(path, model)")
+        if not header.get("weights"):
+            _same_projections(path, header.get("projections"), model)
         try:
             return cls._read(header, tensors, model)
         except (KeyError, TypeError, ValueError) as error:
@@ -194,6 +195,20 @@ class Trace:
         spans = {name: (int(span[0]), int(span[1])) for name, span in header["spans"].items()}
         output = weights.__getitem__ if header["weights"] else model.w_o
         return cls(tensors["ids"], tensors["queries"].tolist(), data, output, header["pad"], spans, header["meta"])
+
+
+def _fingerprint(w_o: Tensor) -> list[float]:
+    """Two sums that tell one layer's W_O from another's."""
+    return [float(w_o.double().sum()), float(w_o.double().abs().sum())]
+
+
+def _same_projections(path: str | Path, saved: Any, model: Any) -> None:
+    """Refuse a model whose output projections are not those that the trace was made with."""
+    if not hasattr(model, "w_o") or not hasattr(model, "geometry"):
+        raise DataError(f"{path} was saved without W_O: give Trace.load(path, model) with the model it was made with")
+    theirs = [_fingerprint(model.w_o(index)) for index in range(model.geometry.n_layers)]
+    if len(theirs) != len(saved) or not torch.allclose(torch.tensor(theirs), torch.tensor(saved), rtol=1e-5, atol=1e-6):
+        raise DataError(f"{path} was made with another model than {model.name!r}: its output projections differ")
 
 
 def _read_layer(tensors: Mapping[str, Tensor], index: int, spec: list[Any]) -> LayerData:

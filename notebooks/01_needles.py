@@ -173,9 +173,10 @@ plt.show()
 display(pd.DataFrame(change).T.round(4))
 
 # %% [markdown]
-# Read raw, cutting the evidence seems to move attention towards other places. Corrected, most or all of that is gone,
-# and it may even change its sign: what looked like a turn to the rest of the text was the survivors' inflation. How
-# large that inflation is depends on how much mass was cut, so it is largest in the heads one is most interested in:
+# Read raw, cutting the evidence seems to move attention towards both other places. With the inflation taken out the
+# sign is the other one: in this item the heads turn away from the first positions and from the rest of the context
+# (towards the question and the answer's own tokens). Both the size and the sign of the raw reading were arithmetic. How
+# large the inflation is depends on how much mass was cut, so it is largest in the heads one is most interested in:
 
 # %%
 retained = masked.receipt.retained[:, :, -keep_rows:]

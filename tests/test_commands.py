@@ -98,4 +98,20 @@ def test_a_mistake_is_one_line_and_nothing_is_left_behind(words, said, capsys, t
     assert cli.main(given) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and error.startswith("kvprobe: ")
-    assert not list(out.glob("*.parquet")) and not list(out.glob("*.png"))
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_leaves_an_earlier_run_as_it_was(niah, capsys):
+    _, _, out = niah
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert cli.main(["niah", "--length", "60", "--out", str(out)]) == 2
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert "smallest" in capsys.readouterr().err
+
+
+def test_brackets_are_printed_as_they_are(capsys):
+    from kvprobe import commands
+
+    commands._console().print("mean [no interval] in run[bold]x")
+    assert capsys.readouterr().out == "mean [no interval] in run[bold]x\n"

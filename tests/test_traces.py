@@ -223,3 +223,12 @@ def refused(path, says):
     with pytest.raises(DataError, match=says) as caught:
         Trace.load(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_trace_without_weights_refuses_another_models(tiny, tmp_path):
+    trace = observe(tiny("llama"), PROMPT, [-1])
+    path = trace.save(tmp_path / "t.safetensors", weights=False)
+    assert torch.equal(Trace.load(path, tiny("llama")).output(1), tiny("llama").w_o(1))
+    for other in (tiny("gemma2"), 3, None):
+        with pytest.raises(DataError, match=r"another model|with the model it was made with"):
+            Trace.load(path, other)

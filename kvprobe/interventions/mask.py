@@ -18,6 +18,8 @@ from kvprobe.interventions.plan import ArmBias, Cut, Rows, Scene, compile_arms
 Keys = Sequence[Any]
 POLICIES = ("raise", "zero", "keep_self")
 RULES = ("suffix", "after", "generated")
+MAX_BETA = 1e4
+"""Far beyond any fp32 softmax: e^(−1e4) is 0. Larger finite values would overflow."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,20 @@ class KVMask:
         beta: Any = self.beta
         if not (isinstance(beta, Real) and float(beta) > 0):
             raise InterventionError(f"beta={self.beta!r} must be positive (nats; inf removes the keys)")
+        if math.isfinite(float(beta)) and float(beta) > MAX_BETA:
+            raise InterventionError(
+                f"beta={self.beta!r} is not allowed: give at most {MAX_BETA:g} nats, or inf to remove"
+            )
         layers = self._layers(scene)
         named = [*self.heads] if isinstance(self.heads, Mapping) else []
         if named and not set(named) & set(layers):
             raise InterventionError(
                 f"heads names layers {quote(named)}, none of layers={quote(self.layers)}; allowed are layers in both"
+            )
+        if not layers or (self.heads is not None and not any(self._heads(layer) for layer in layers)):
+            raise InterventionError(
+                f"layers={quote(self.layers)}, heads={quote(self.heads)} name no head: allowed is at least one "
+                "(the arm that masks nothing is keys=[])"
             )
         for layer in sorted({*layers, *_indices("heads' layers", named)}):
             if not 0 <= layer < scene.n_layers:
@@ -108,6 +119,8 @@ class KVMask:
         The hooks expect one uncached run over the whole prompt without left pads (``prompt.ids[prompt.pad:][None]``);
         any other shape of scores is an error. Scores are edited in place, in their own dtype and device.
         """
+        if not hasattr(prompt, "ids"):
+            raise InterventionError(f"{quote(prompt)} is not a prompt: allowed is a Prompt")
         scene = model.scene(prompt, suffix)
         plan = compile_arms([[self]], scene)
         rows = [(layer, head, query - scene.offset) for layer, head, query in plan.silenced[0]]

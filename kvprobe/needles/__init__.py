@@ -7,6 +7,6 @@ the command ``kvprobe niah`` prints and stores them.
 from kvprobe.needles.probe import ItemProbe, probe_item
 from kvprobe.needles.settings import FEATURES, Settings
 from kvprobe.needles.summary import summarise
-from kvprobe.needles.tables import Result, run
+from kvprobe.needles.tables import Result, run, validate
 
-__all__ = ["FEATURES", "ItemProbe", "Result", "Settings", "probe_item", "run", "summarise"]
+__all__ = ["FEATURES", "ItemProbe", "Result", "Settings", "probe_item", "run", "summarise", "validate"]

@@ -74,7 +74,7 @@ class Settings:
 
 
 def from_command(given: Mapping[str, Any]) -> Settings:
-    """Settings from the words of ``kvprobe niah``; a preset overrides length, items and decoys."""
+    """Settings from the words of ``kvprobe niah``; a preset fills in what was not given."""
     preset = given["preset"]
     if preset is not None and preset not in PRESETS:
         raise TaskError(f"no preset {preset!r}, must be one of {', '.join(PRESETS)}")
@@ -82,19 +82,9 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     options |= {name: given[name] for name in ("needles",) if given[name] is not None}
     if given["haystack"] is not None:
         options["path"] = str(given["haystack"])
-    plain = (
-        "task",
-        "length",
-        "items",
-        "seed",
-        "decoys",
-        "distractors",
-        "new_tokens",
-        "gate_contrast",
-        "gate_score",
-        "gate_at",
-    )
+    plain = ("task", "seed", "distractors", "new_tokens", "gate_contrast", "gate_score", "gate_at")
     values = {name: given[name] for name in plain} | PRESETS.get(preset or "", {})
+    values |= {name: given[name] for name in ("length", "items", "decoys") if given[name] is not None}
     layers = _layers(given["exclude_layers"])
     return Settings(**values, exclude_layers=layers, p=given["norm"], options=options)
 

@@ -89,6 +89,8 @@ def gate(probes: Sequence[ItemProbe], settings: Settings, where: str) -> dict[st
     """Is the evidence attended to more than what it is compared with? One score a span, one AUROC an item.
 
     ``track_A``: mean ≥ threshold and p < 0.05; ``undecided``: the interval straddles the threshold; else ``track_B``.
+    Where all items agree there is no interval of the mean (the one printed is of the share of items at that value): the
+    mean and p decide alone, so that a perfect score is never worse off than an almost perfect one.
     ``not_content``: the distractors come from a noise haystack, where masking them changes nothing.
     """
     name = GATE[settings.gate_contrast]
@@ -109,12 +111,17 @@ def gate(probes: Sequence[ItemProbe], settings: Settings, where: str) -> dict[st
     test = stats.permutation_within_item(scores, targets, statistic="auroc", seed=settings.seed)
     noise = settings.gate_contrast == "distractor" and probes[0].item.settings["haystack"] == "noise"
     verdict = "not_content" if noise else _verdict(interval, test.p, settings.gate_threshold)
+    about["degenerate"] = interval.degenerate
     numbers = {"value": interval.mean, "ci_low": interval.low, "ci_high": interval.high, "ci_method": interval.method}
     tested = {"p_permutation": test.p, "p_attainable": test.p_attainable, "n": interval.n, "verdict": verdict}
     return about | numbers | tested | {"cannot_reject": stats.cannot_reject(test.p_attainable)}
 
 
 def _verdict(interval: stats.Interval, p: float, threshold: float) -> str:
+    if interval.degenerate and interval.n > 1:
+        if interval.mean < threshold:
+            return "track_B"
+        return "track_A" if p < 0.05 else "undecided"
     if not (interval.low >= threshold or interval.high < threshold):
         return "undecided"  # an interval that is not defined (one item) straddles, too
     return "track_A" if interval.mean >= threshold and p < 0.05 else "track_B"

@@ -19,6 +19,10 @@ from kvprobe.needles.summary import CONTRASTS, head_auroc, kept_layers, observat
 if TYPE_CHECKING:
     import pandas as pd
 
+HEAD_COLUMNS = (
+    *("contrast", "where", "feature", "layer", "head", "auroc", "n_items", "items_at_1", "excluded"),
+    *("p_max_t", "p_attainable"),
+)
 SEMANTICS = "prefill-then-evict: the context is prefilled exactly, masks apply to question and answer tokens"
 
 
@@ -65,7 +69,8 @@ class Result:
             for name, where, feature in itertools.product(CONTRASTS, ("last", "answer"), FEATURES)
             if (frame := _head_frame(self.probes, self.settings, name, where, feature)) is not None
         ]
-        return pd.concat(frames, ignore_index=True)
+        columns = [*HEAD_COLUMNS]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
 
 
 def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Result:
@@ -81,13 +86,7 @@ def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iter
     TaskError
         No items, or a layer to exclude that the model does not have.
     """
-    if settings.items < 1:
-        raise TaskError(f"items is {settings.items}, must be a whole number of at least 1")
-    outside = [layer for layer in settings.exclude_layers if not 0 <= layer < model.geometry.n_layers]
-    if outside:
-        raise TaskError(f"exclude_layers names {outside}, the model has layers 0 … {model.geometry.n_layers - 1}")
-    for index in range(settings.items):
-        settings.item(model, index)  # everything that can be refused is refused before anything is computed
+    validate(model, settings)
     begun = time.perf_counter()
     probes = tuple(probe_item(model, settings, index) for index in progress(range(settings.items)))
     timings = {name: sum(probe.timings[name] for probe in probes) for name in probes[0].timings}
@@ -101,6 +100,19 @@ def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iter
         "settings": asdict(settings),
     }
     return Result(settings, probes, about | summarise(probes, settings) | {"timings_s": timings})
+
+
+def validate(model: Any, settings: Settings) -> None:
+    """Refuse everything that can be refused before anything is computed or written (see :func:`run`)."""
+    if settings.items < 1:
+        raise TaskError(f"items is {settings.items}, must be a whole number of at least 1")
+    outside = [layer for layer in settings.exclude_layers if not 0 <= layer < model.geometry.n_layers]
+    if outside:
+        raise TaskError(f"exclude_layers names {outside}, the model has layers 0 … {model.geometry.n_layers - 1}")
+    for index in range(settings.items):
+        settings.item(model, index)
+    if len(set(settings.exclude_layers)) == model.geometry.n_layers:
+        raise TaskError(f"exclude_layers names all {model.geometry.n_layers} layers, must leave at least one")
 
 
 def _item_row(probe: ItemProbe) -> dict[str, Any]:

@@ -80,12 +80,10 @@ def test_the_identity_is_the_clean_arm_bit_for_bit(family, suffix, tiny):
         (),
         KVMask([]),
         KVMask((14, 17)),
-        KVMask((14, 17), heads=[]),
-        KVMask((14, 17), layers=[]),
         (KVMask([]),) * 2,
     ]
-    clean, identity, masked, headless, layerless, twice = call(tiny(family), arms, suffix=suffix)
-    for out in (identity, headless, layerless, twice):
+    clean, identity, masked, twice = call(tiny(family), arms, suffix=suffix)
+    for out in (identity, twice):
         assert torch.equal(out.logits, clean.logits)
         assert out.receipt.cells_expected == 0 and out.receipt.layers_named == ()
         for layer in LAYERS:
@@ -93,11 +91,25 @@ def test_the_identity_is_the_clean_arm_bit_for_bit(family, suffix, tiny):
     assert not torch.equal(masked.logits, clean.logits)
 
 
+@pytest.mark.parametrize("given", [{"heads": []}, {"layers": []}, {"heads": {}}, {"heads": {0: []}}], ids=str)
+def test_a_mask_without_heads_is_a_mistake_not_the_identity(given, tiny):
+    with pytest.raises(InterventionError, match="name no head") as caught:
+        call(tiny("llama"), KVMask((14, 17), **given))
+    assert "\n" not in str(caught.value)
+
+
 @every_family
 def test_rows_before_the_first_affected_one_are_clean_bit_for_bit(family, tiny):
     clean, masked = call(tiny(family), [(), KVMask((18, 20), queries=(22, 24))])
     assert torch.equal(masked.logits[:4], clean.logits[:4])
     assert not torch.equal(masked.logits[4], clean.logits[4])
+
+
+@pytest.mark.parametrize("given", [{"heads": []}, {"layers": []}, {"heads": {}}, {"heads": {0: []}}], ids=str)
+def test_a_mask_without_heads_is_a_mistake_not_the_identity(given, tiny):
+    with pytest.raises(InterventionError, match="name no head") as caught:
+        call(tiny("llama"), KVMask((14, 17), **given))
+    assert "\n" not in str(caught.value)
 
 
 @every_family

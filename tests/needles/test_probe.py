@@ -117,8 +117,12 @@ def test_settings_from_the_command_line():
     }
     settings = from_command(given)
     assert (settings.exclude_layers, settings.p, settings.options) == ((0, 1), 2, {"template": "ruler", "needles": 7})
-    preset = from_command(given | {"preset": "ruler32k"})
+    unsaid = given | dict.fromkeys(("length", "items", "decoys"))
+    preset = from_command(unsaid | {"preset": "ruler32k"})
     assert (preset.length, preset.items, preset.decoys) == (32_768, 100, 0)
+    assert from_command(given | {"preset": "ruler32k"}).length == 900
+    default = from_command(unsaid)
+    assert (default.length, default.items, default.decoys) == (1500, 6, 4)
     with pytest.raises(TaskError, match="whole numbers"):
         from_command(given | {"exclude_layers": "first"})
     with pytest.raises(TaskError, match="ruler32k"):

@@ -78,6 +78,18 @@ def test_a_gate_whose_interval_straddles_the_threshold_is_undecided(probes):
     assert summary.gate(items[:1], settings, "last")["verdict"] == "undecided"
 
 
+def test_a_perfect_score_is_never_worse_off_than_an_almost_perfect_one(probes):
+    settings, (probe, _) = probes
+    first = with_mass(probe, np.where(probe.is_label("evidence"), 9.0, np.arange(len(probe.labels)) / 100))
+    second = with_mass(probe, np.where(probe.is_label("evidence"), 0.045, np.arange(len(probe.labels)) / 100))
+    perfect = summary.gate([first] * 6, settings, "last")
+    assert perfect["value"] == 1.0 and perfect["verdict"] == "track_A" and perfect["degenerate"]
+    almost = summary.gate([first] * 5 + [second], settings, "last")
+    assert almost["value"] < 1.0 and not almost["degenerate"]
+    few = summary.gate([first] * 1, settings, "last")
+    assert few["verdict"] == "undecided" and few["cannot_reject"]
+
+
 def test_a_noise_haystack_is_no_content(probes):
     settings, (probe, _) = probes
     probe.item.settings["haystack"], before = "noise", probe.item.settings["haystack"]
@@ -148,3 +160,14 @@ def test_a_run_refuses_before_it_computes(reader):
         needles.run(reader, needles.Settings(items=0))
     with pytest.raises(TaskError, match="layers 0 … 2"):
         needles.run(reader, needles.Settings(exclude_layers=(7,)))
+    with pytest.raises(TaskError, match="all 3 layers"):
+        needles.run(reader, needles.Settings(task="niah_single_1", length=2600, exclude_layers=(0, 1, 2), items=1))
+
+
+def test_nothing_to_compare_with_is_empty_not_an_error(reader):
+    settings = needles.Settings(
+        task="niah_single_1", length=1200, items=1, decoys=0, distractors=0, options={"tokens_to_generate": 16}
+    )
+    result = needles.run(reader, settings)
+    assert result.heads().empty and list(result.heads()) and result.summary["auroc"]["vs_hard"] is None
+    assert result.summary["gate"]["verdict"] == "no_contrast"
