@@ -105,13 +105,6 @@ def test_rows_before_the_first_affected_one_are_clean_bit_for_bit(family, tiny):
     assert not torch.equal(masked.logits[4], clean.logits[4])
 
 
-@pytest.mark.parametrize("given", [{"heads": []}, {"layers": []}, {"heads": {}}, {"heads": {0: []}}], ids=str)
-def test_a_mask_without_heads_is_a_mistake_not_the_identity(given, tiny):
-    with pytest.raises(InterventionError, match="name no head") as caught:
-        call(tiny("llama"), KVMask((14, 17), **given))
-    assert "\n" not in str(caught.value)
-
-
 @every_family
 def test_rows_before_the_first_affected_one_are_not_run(family, tiny, monkeypatch):
     from kvprobe import engine
