@@ -568,3 +568,8 @@ def test_the_embedded_models_tokenizer(smol_tokenizer):
     assert chat.ids.tolist().count(smol_tokenizer.bos_token_id) == chat.text.count("<|im_start|>") == 3
     offset = chat["name"][0] - prompt["name"][0]
     assert {k: (a + offset, b + offset) for k, (a, b) in prompt.spans.items()} == chat.spans
+
+
+def test_spans_without_names_are_one_line():
+    with pytest.raises(PromptError, match="mapping of names"):
+        Prompt.from_ids([1, 2, 3], spans=[(0, 1)])

@@ -1,6 +1,7 @@
 """Span measures: every law of theory.md at once, for all heads, queries and spans of a trace."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 
 from kvprobe import theory
 from kvprobe.errors import PromptError, TheoryError
-from kvprobe.spans import all_spans, layer_perturbation, ragged, span_stats
+from kvprobe.spans import all_spans, check_spans, layer_perturbation, ragged, span_stats
 from kvprobe.spans.windows import outside_sums, window_sums
 
 SPANS = [(0, 1), (3, 9), (7, 8), (5, 30), (0, 18), (12, 20), (25, 40), (39, 40), (0, 40), (3, 9)]
@@ -256,3 +257,15 @@ def test_wrong_lengths_and_norms_are_quoted():
     for call in (lambda: span_stats(fake_trace(), SPANS, p=3), lambda: all_spans(fake_trace(), 5, p=3)):
         with pytest.raises(TheoryError, match="p = 3; allowed: 1, 2"):
             call()
+
+
+@pytest.mark.parametrize("spans", [None, 5, "0:4"])
+def test_spans_that_are_no_list_are_one_line(spans):
+    with pytest.raises(PromptError, match=r"allowed: a list of \(start, stop\)"):
+        check_spans(spans, 10)
+
+
+@pytest.mark.parametrize("length", [None, "3", 2.0, True])
+def test_a_length_that_is_no_whole_number_is_one_line(length):
+    with pytest.raises(PromptError, match="whole number from 1 to 7"):
+        all_spans(SimpleNamespace(n=7, layers=list), length)

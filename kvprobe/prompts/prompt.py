@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.errors import PromptError
+from kvprobe.errors import PromptError, quote
 from kvprobe.prompts import alignment, encoding
 from kvprobe.prompts.alignment import Range
 
@@ -153,6 +153,8 @@ class Prompt:
             spans that lie outside, are empty or reversed, or touch the padding.
         """
         tensor = _id_tensor(ids)
+        if spans is not None and not hasattr(spans, "items"):
+            raise PromptError(f"spans are {quote(spans)}; allowed: a mapping of names to (start, stop)")
         pad = _left_pads(attention_mask, len(tensor))
         text = None if tokenizer is None else _decoded(tokenizer, tensor[pad:].tolist())
         found = {k: _token_span(v, k, tensor[pad:].tolist(), pad, tokenizer, text) for k, v in (spans or {}).items()}

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvprobe.errors import PromptError
+from kvprobe.errors import PromptError, quote
 from kvprobe.theory import attention, projected_norms, value_norms
 
 Span = tuple[int, int]
@@ -107,7 +107,7 @@ def prepare(view: LayerLike, margin: int = 0) -> Heads:
     return Heads(lo, A, sink_mass, seen[..., lo:hi], view.values[:, lo:hi].to(dtype), view.w_o.to(dtype))
 
 
-def check_spans(spans: Iterable[Sequence[int]], n: int) -> list[Span]:
+def check_spans(spans: Any, n: int) -> list[Span]:
     """Spans as pairs of ints, or an error quoting the first that is not within the ``n`` keys.
 
     Raises
@@ -115,6 +115,8 @@ def check_spans(spans: Iterable[Sequence[int]], n: int) -> list[Span]:
     PromptError
         No spans, or a span that is empty, outside [0, n), or not a pair of integers.
     """
+    if not isinstance(spans, Iterable) or isinstance(spans, str):
+        raise PromptError(f"spans are {quote(spans)}; allowed: a list of (start, stop)")
     checked = [_check_span(span, n) for span in spans]
     if not checked:
         raise PromptError(f"no spans given; allowed: at least one (start, stop) with 0 <= start < stop <= {n}")

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvprobe.errors import PromptError
+from kvprobe.errors import PromptError, quote
 from kvprobe.spans.inputs import Heads, TraceLike, prepare
 from kvprobe.spans.table import tidy
 from kvprobe.spans.windows import outside_sums, window_sums
@@ -77,6 +77,8 @@ def all_spans(trace: TraceLike, length: int, *, p: int = 1) -> AllSpans:
     Derived for kvprobe; Theorem 3.3 of CriticalKV (arXiv 2502.03805) for the bound.
     """
     check_p(p)
+    if isinstance(length, bool) or not hasattr(length, "__index__"):
+        raise PromptError(f"length is {quote(length)}; allowed: a whole number from 1 to {trace.n}")
     if not 1 <= length <= trace.n:
         raise PromptError(f"length = {length} with n = {trace.n} keys; allowed: 1 to {trace.n}")
     measured: dict[str, list[np.ndarray]] = {name: [] for name in MEASURES}
