@@ -3,25 +3,15 @@
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from kvprobe import theory
-
-
-@dataclass(frozen=True)
-class FakeLayer:
-    index: int
-    logits: Tensor
-    values: Tensor
-    w_o: Tensor
-    sink: Tensor | None
-    queries: Tensor
+from kvprobe.traces import LayerView
 
 
 @dataclass(frozen=True)
 class FakeTrace:
     n: int
-    view: tuple[FakeLayer, ...]
+    view: tuple[LayerView, ...]
 
     def layers(self):
         yield from self.view
@@ -50,7 +40,7 @@ def fake_trace(
             visible &= position > query - window
         logits = (3 * normal(H, len(queries), n)).masked_fill(~visible, -torch.inf)
         sinks = 2 + normal(H) if sink else None
-        layers.append(FakeLayer(index, logits, normal(K, n, d), normal(H, d, D), sinks, query[:, 0]))
+        layers.append(LayerView(index, logits, normal(K, n, d), normal(H, d, D), sinks, query[:, 0]))
     return FakeTrace(n, tuple(layers))
 
 
