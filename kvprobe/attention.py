@@ -11,7 +11,7 @@ together with its scale, window, soft-cap and learned sinks. What happens then d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,6 +30,9 @@ CHUNK_BYTES = {"cpu": 8 << 20, "default": 256 << 20}
 """Logits held at once: on CPU small enough that softmax passes stay in the caches, large enough to fill products."""
 
 
+Observer = Callable[[int, Tensor, Tensor, Tensor, LayerSpec], None]
+
+
 @dataclass
 class Run:
     """One forward pass of the twin, as the attention function needs to know it.
@@ -37,29 +40,29 @@ class Run:
     Attributes
     ----------
     prefix
-        Per-layer (keys, values) [K, p, d] shared by all arms, or None.
+        Per-layer (keys, values) [K, p, d] shared by all arms, or None. A compacted prefix has p < ``start`` entries;
+        then there are no biases and no windows, so that nothing depends on the positions of its entries.
     start
         Absolute position of the first new query.
     biases
         layer → {arm → KeyBias}.
     capture
         Indices (into this pass' queries) of the query rows to keep, or None.
+    observer
+        Called on every layer with (layer, query, key, value, spec) before it attends: whoever needs all query rows
+        takes what it needs there, so that no layer's rows outlive it.
     """
 
     prefix: list[tuple[Tensor, Tensor]] | None = None
     start: int = 0
     biases: Mapping[int, Mapping[int, KeyBias]] = field(default_factory=dict)
     capture: Tensor | None = None
+    observer: Observer | None = None
     queries: dict[int, Tensor] = field(default_factory=dict)
     specs: dict[int, LayerSpec] = field(default_factory=dict)
     records: dict[int, LayerRecord] = field(default_factory=dict)
     outputs: dict[int, Tensor] | None = None
     prepared: dict[Any, ChunkBias] = field(default_factory=dict, repr=False)
-
-    @property
-    def prefix_length(self) -> int:
-        """Number of shared keys p."""
-        return 0 if self.prefix is None else self.prefix[0][0].shape[1]
 
 
 _ACTIVE: ContextVar[Run | None] = ContextVar("kvprobe_run", default=None)
@@ -124,6 +127,8 @@ def attention_forward(
     run.specs[layer] = spec
     if run.capture is not None:
         run.queries[layer] = query[:, :, run.capture.to(query.device)]
+    if run.observer is not None:
+        run.observer(layer, query, key, value, spec)
     arms = run.biases.get(layer, {})
     whole = run.prefix is None and key.shape[2] == query.shape[2]
     if whole and spec.plain and not arms:
@@ -177,7 +182,8 @@ def _two_part(
     """Shared-prefix attention of all arms, chunked over arms and queries; returns [B, t, H, d_v]."""
     batch, heads, t, _ = query.shape
     prefix = None if run.prefix is None else run.prefix[layer]
-    part = Parts(query, key, value, prefix, spec, run.prefix_length)
+    # A compacted prefix holds fewer entries than positions, and not the same number on every layer.
+    part = Parts(query, key, value, prefix, spec, 0 if prefix is None else prefix[0].shape[1])
     out = query.new_empty(batch, t, heads, value.shape[-1])
     record = _blank_record(query, arms)
     limit = CHUNK_BYTES.get(query.device.type, CHUNK_BYTES["default"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvprobe.attention import Run, active
+from kvprobe.attention import Observer, Run, active
 from kvprobe.errors import ModelError
 
 
@@ -73,9 +73,11 @@ def cached_layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def prefill(twin: Any, ids: Tensor, capture: Tensor | None = None) -> tuple[Prefix, Run]:
+def prefill(
+    twin: Any, ids: Tensor, capture: Tensor | None = None, observer: Observer | None = None
+) -> tuple[Prefix, Run]:
     """Run ids [n] once by the twin's fastest exact attention; optionally keep the query rows at ``capture``."""
-    run = Run(capture=capture)
+    run = Run(capture=capture, observer=observer)
     cache = new_cache()
     logits = forward(twin, ids[None], run, cache, keep=1)
     layers = [(keys[0], values[0]) for keys, values in cached_layers(cache)]
@@ -140,3 +142,11 @@ def output_bias(module: Any) -> Tensor | None:
         if hasattr(module, name):
             return getattr(getattr(module, name), "bias", None)
     return None
+
+
+def end_of_sequence(model: Any) -> frozenset[int]:
+    """Token ids that end a text, by the generation settings or else the tokenizer."""
+    config = getattr(model.twin, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    ids = ids if ids is not None else model.tokenizer.eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

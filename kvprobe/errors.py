@@ -33,6 +33,10 @@ class InterventionError(KVProbeError):
     """A mask (or other intervention) that cannot be applied as asked."""
 
 
+class EvictionError(KVProbeError):
+    """A policy that makes no sense, or a cache that it cannot be applied to."""
+
+
 class ReceiptError(KVProbeError):
     """An intervention ran, but its receipt does not hold: the result must not be used."""
 

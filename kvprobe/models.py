@@ -92,7 +92,15 @@ class Model:
         geometry = self.geometry
         spans = tuple(prompt.spans.items())
         return Scene(
-            n, suffix, geometry.n_layers, geometry.n_heads, geometry.windows, geometry.has_sink, prompt.pad, spans
+            n,
+            suffix,
+            geometry.n_layers,
+            geometry.n_heads,
+            geometry.windows,
+            geometry.has_sink,
+            prompt.pad,
+            spans,
+            n_kv_heads=geometry.n_kv_heads,
         )
 
     def decode(self, ids: Any) -> str:

@@ -219,7 +219,7 @@ class _Job:
         """Greedy tokens of each arm, up to and without an end-of-sequence token."""
         done = [False] * arms
         texts: list[list[int]] = [[] for _ in range(arms)]
-        eos = _eos(self.model)
+        eos = engine.end_of_sequence(self.model)
         for step in range(self.generate):
             best = last.argmax(-1)
             for row, token in enumerate(best.tolist()):
@@ -277,10 +277,3 @@ def _parts_of(run: Run, own: Sequence[tuple[Tensor, Tensor]], row: int) -> list[
         return [((keys[row],), (values[row],)) for keys, values in own]
     pairs = zip(run.prefix, own, strict=True)
     return [((shared[0], mine[0][row]), (shared[1], mine[1][row])) for shared, mine in pairs]
-
-
-def _eos(model: Any) -> frozenset[int]:
-    config = getattr(model.twin, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    ids = ids if ids is not None else model.tokenizer.eos_token_id
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -31,6 +32,48 @@ class Rows:
             return queries >= self.first
         return torch.isin(queries, torch.tensor(self.positions, device=queries.device))
 
+    def meets(self, keys: Tensor, last: Tensor) -> Tensor:
+        """Boolean [C]: whether some touched query q has key ≤ q ≤ last, for keys and last queries [C]."""
+        if self.positions is None:
+            return keys.clamp(min=self.first) <= last
+        queries = torch.tensor(sorted(self.positions))
+        following = torch.searchsorted(queries, keys)  # the first touched query that is not before the key
+        exists = following < len(queries)
+        return exists & (queries[following.clamp(max=len(queries) - 1)] <= last)
+
+
+class Edit(Protocol):
+    """One piece of an arm's bias at one layer: some keys of some heads, for some rows."""
+
+    @property
+    def rows(self) -> Rows:
+        """Queries that are touched."""
+        ...
+
+    @property
+    def bias(self) -> float:
+        """What the logits receive, ≤ 0; −∞ removes."""
+        ...
+
+    @property
+    def heads(self) -> tuple[int, ...] | None:
+        """Query heads that are touched; None for all alike."""
+        ...
+
+    @property
+    def on_empty(self) -> str:
+        """What to do with a row that loses every visible key: raise, zero or keep_self."""
+        ...
+
+    @property
+    def columns(self) -> Tensor:
+        """Sorted absolute key positions that any head loses, [C]."""
+        ...
+
+    def add_to(self, total: Tensor, columns: Tensor, positions: Tensor) -> None:
+        """Add the bias of queries at ``positions`` to ``total`` [H or 1, t, C] over ``columns``, in place."""
+        ...
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -44,12 +87,29 @@ class Cut:
     keep_self: bool = False
     on_empty: str = "raise"
 
+    @property
+    def columns(self) -> Tensor:
+        """The span's positions."""
+        return torch.arange(self.start, self.stop)
+
+    def add_to(self, total: Tensor, columns: Tensor, positions: Tensor) -> None:
+        """See :class:`Edit`."""
+        hit = self.rows.touches(positions)[:, None] & ((columns >= self.start) & (columns < self.stop))[None]
+        if self.keep_self:
+            hit = hit & (columns[None] != positions[:, None])
+        add = torch.zeros(hit.shape, device=positions.device).masked_fill_(hit, self.bias)
+        if self.heads is None:
+            total += add
+        else:
+            total[list(self.heads)] += add
+
 
 @dataclass(frozen=True)
 class Scene:
     """What a plan must know of model and run. Positions are absolute and count real tokens only (no left pads).
 
-    ``offset`` left pads come before the n prompt tokens, ``follow`` forced or generated tokens are run after them.
+    ``offset`` left pads come before the n prompt tokens, ``follow`` forced or generated tokens are run after them;
+    ``n_kv_heads`` None means one kv head per query head.
     """
 
     n: int
@@ -61,6 +121,7 @@ class Scene:
     offset: int = 0
     spans: tuple[tuple[str, tuple[int, int]], ...] = ()
     follow: int = 0
+    n_kv_heads: int | None = None
 
     def real(self, start: int, stop: int) -> tuple[int, int]:
         """A span as the user counts (pads included) in real coordinates; out of range is an error."""
@@ -72,10 +133,10 @@ class Scene:
 
 
 class Intervention(Protocol):
-    """Anything that compiles to cuts."""
+    """Anything that compiles to edits."""
 
-    def cuts(self, layer: int, scene: Scene) -> list[Cut]:
-        """Cuts of one layer, empty where the intervention does not apply."""
+    def cuts(self, layer: int, scene: Scene) -> Sequence[Edit]:
+        """Edits of one layer, empty where the intervention does not apply."""
         ...
 
     def check(self, scene: Scene) -> None:
@@ -85,16 +146,15 @@ class Intervention(Protocol):
 
 @dataclass(frozen=True)
 class ArmBias:
-    """The cuts of one arm at one layer, as an additive bias on logits."""
+    """The edits of one arm at one layer, as an additive bias on logits."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Edit, ...]
     n_heads: int
 
-    @property
+    @cached_property
     def columns(self) -> Tensor:
         """Sorted absolute key positions that any cut names, [C]."""
-        keys = torch.cat([torch.arange(cut.start, cut.stop) for cut in self.cuts])
-        return torch.unique(keys)
+        return torch.unique(torch.cat([cut.columns for cut in self.cuts]))
 
     def at(self, positions: Tensor) -> Tensor:
         """Bias [H or 1, t, C] for queries at absolute ``positions``: the sum over cuts, −∞ where any of them is."""
@@ -102,14 +162,7 @@ class ArmBias:
         per_head = any(cut.heads is not None for cut in self.cuts)
         total = torch.zeros(self.n_heads if per_head else 1, len(positions), len(columns), device=positions.device)
         for cut in self.cuts:
-            hit = cut.rows.touches(positions)[:, None] & ((columns >= cut.start) & (columns < cut.stop))[None]
-            if cut.keep_self:
-                hit = hit & (columns[None] != positions[:, None])
-            add = torch.zeros(hit.shape, device=positions.device).masked_fill_(hit, cut.bias)
-            if cut.heads is None:
-                total += add
-            else:
-                total[list(cut.heads)] += add
+            cut.add_to(total, columns, positions)
         return total
 
 
@@ -139,7 +192,7 @@ def compile_arms(arms: Sequence[Sequence[Intervention]], scene: Scene) -> Plan:
     for number, arm in enumerate(arms):
         for part in arm:
             part.check(scene)
-        seen: dict[tuple[Cut, ...], ArmBias] = {}  # equal layers share one bias object
+        seen: dict[tuple[Edit, ...], ArmBias] = {}  # equal layers share one bias object
         for layer in range(scene.n_layers):
             cuts = tuple(cut for part in arm for cut in part.cuts(layer, scene))
             if cuts:
@@ -152,8 +205,8 @@ def compile_arms(arms: Sequence[Sequence[Intervention]], scene: Scene) -> Plan:
 
 def _first(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> int | None:
     """First query whose attention an arm can change: it must also see the key."""
-    starts = [max(cut.rows.first, cut.start) for by_arm in layers.values() if arm in by_arm for cut in by_arm[arm].cuts]
-    return min(starts) if starts else None
+    cuts = {cut for by_arm in layers.values() if arm in by_arm for cut in by_arm[arm].cuts}
+    return min((max(cut.rows.first, int(cut.columns[0])) for cut in cuts), default=None)
 
 
 def _groups(
@@ -219,20 +272,12 @@ def _unseen(layers: dict[int, dict[int, ArmBias]], arm: int, scene: Scene) -> di
     """layer → number of cut keys that no touched query sees (causal order or window): cutting them changes nothing."""
     result: dict[int, int] = {}
     for numbers, bias, window in _groups(layers, arm, scene):
-        hidden = 0
-        for key in bias.columns.tolist():
-            last = scene.n + scene.follow - 1
-            last = last if window is None else min(last, key + window - 1)
-            if not any(_meets(cut, key, last) for cut in bias.cuts):
-                hidden += 1
+        last = torch.full_like(bias.columns, scene.n + scene.follow - 1)
+        if window is not None:
+            last = torch.minimum(last, bias.columns + window - 1)
+        met = torch.zeros(len(last), dtype=torch.bool)
+        for cut in bias.cuts:
+            met |= torch.isin(bias.columns, cut.columns) & cut.rows.meets(bias.columns, last)
+        hidden = int((~met).sum())
         result.update({layer: hidden for layer in numbers if hidden})
     return result
-
-
-def _meets(cut: Cut, key: int, last: int) -> bool:
-    """Whether some touched query in [key, last] sees this key of the cut."""
-    if not cut.start <= key < cut.stop:
-        return False
-    if cut.rows.positions is None:
-        return max(cut.rows.first, key) <= last
-    return any(key <= query <= last for query in cut.rows.positions)
