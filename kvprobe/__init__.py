@@ -26,7 +26,7 @@ _HOME = {
     "span_stats": "spans",
     "KVProbeError": "errors",
 }
-_MODULES = ("outcomes", "plots", "records", "spans", "stats", "tasks", "theory")
+_MODULES = ("eviction", "outcomes", "plots", "records", "spans", "stats", "tasks", "theory")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

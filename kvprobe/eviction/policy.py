@@ -1,0 +1,189 @@
+"""A policy: scorer × budget × selector, and what it keeps of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvprobe.errors import EvictionError, quote
+from kvprobe.eviction.budgets.base import Allocation, Budget, Request
+from kvprobe.eviction.budgets.uniform import Uniform
+from kvprobe.eviction.layer import Granularity, Layer
+from kvprobe.eviction.rules import refuse
+from kvprobe.eviction.scorers.base import Scorer
+from kvprobe.eviction.selectors import Scored, Selector, TopK
+
+GRANULARITIES = ("kv_head", "query_head")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a policy keeps of one context.
+
+    Attributes
+    ----------
+    keep
+        Boolean [L, J, n].
+    budgets
+        [L, J]: exactly the entries kept.
+    notes
+        Facts that belong in every result (``fallback`` of PyramidKV, …).
+    """
+
+    keep: Bool[Tensor, "L J n"]
+    budgets: Tensor
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Kept entries over all entries."""
+        return float(self.keep.float().mean())
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An eviction policy (see :func:`policy`, which makes one from names).
+
+    Attributes
+    ----------
+    scorer, budget, selector
+        What is important, how many entries each head holds, how they are chosen.
+    granularity
+        ``"kv_head"`` (what a cache can do) or ``"query_head"`` (what a mask can do).
+    seed
+        For the random scorer.
+    """
+
+    scorer: Scorer
+    budget: Budget = field(default_factory=Uniform)
+    selector: Selector = field(default_factory=TopK)
+    granularity: Granularity = "kv_head"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise EvictionError(f"granularity={quote(self.granularity)}; allowed: {', '.join(GRANULARITIES)}")
+        refuse(self.scorer, self.budget, self.selector, self.granularity)
+
+    @property
+    def name(self) -> str:
+        """The names of its parts; ``topk`` and the budget that the scorer is published with go without saying."""
+        parts = [self.scorer.name]
+        parts += [self.budget.name] if self.budget.name != self.scorer.default_budget else []
+        parts += [self.selector.name] if self.selector.name != "topk" else []
+        return "+".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, for tables and manifests."""
+        parts: dict[str, Any] = {"scorer": self.scorer, "budget": self.budget, "selector": self.selector}
+        described = {kind: {"name": part.name} | _settings(part) for kind, part in parts.items()}
+        return {"name": self.name, **described, "granularity": self.granularity, "seed": self.seed}
+
+    def select(self, model: Any, prompt_ids: Any, cache_ratio: Any, *, future: Any = None) -> Bool[Tensor, "L J n"]:
+        """Prefill a context and choose what stays of it.
+
+        Parameters
+        ----------
+        model
+            A loaded model.
+        prompt_ids
+            Token ids of the context, or a Prompt (left pads are not part of the cache).
+        cache_ratio
+            The share to keep, in (0, 1]: ⌊n · cache_ratio⌋ entries a head on average, exactly.
+        future
+            Token ids that follow the context; only the oracle looks at them.
+
+        Returns
+        -------
+        Bool[Tensor, "L J n"]
+            True where the entry stays.
+
+        Raises
+        ------
+        EvictionError
+            The context is too short for the policy, or the ratio leaves less than it must keep.
+        """
+        from kvprobe.eviction.measure import measure
+
+        return self.choose(measure(model, prompt_ids, [self], future=future).scored(self), cache_ratio).keep
+
+    def choose(self, scored: Sequence[Scored], cache_ratio: Any, base: int | None = None) -> Choice:
+        """Budgets and kept sets of all layers, from what the scorer saw.
+
+        ``base`` entries a head on average, by default ⌊length · cache_ratio⌋.
+        """
+        length = scored[0].layer.length
+        if base is None:
+            base = entries(length, cache_ratio)
+        else:
+            cache_ratio = Fraction(base, length)
+        keep, shared = self.sets(scored, cache_ratio, base)
+        return Choice(torch.stack(keep), shared.budgets, shared.notes)
+
+    def sets(self, scored: Sequence[Scored], cache_ratio: Any, base: int) -> tuple[list[Tensor], Allocation]:
+        """Kept sets [J, n] layer by layer (n differs where layers were evicted before), and their budgets."""
+        first = scored[0].layer
+        reserved = [
+            self._protected(each, torch.full((first.n_sets,), base, device=each.scores.device)) for each in scored
+        ]
+        self._fits(base, first.length, reserved)
+        scores = [each.scores for each in scored]
+        shared = self.budget.allocate(
+            Request(base, first.length, cache_ratio, scores, reserved, first.n_heads // first.n_sets)
+        )
+        keep = []
+        for each, budgets in zip(scored, shared.budgets, strict=True):
+            protected = self._protected(each, budgets)
+            keep.append(self.selector.select(each, budgets, protected, shared.at_least))
+        return keep, shared
+
+    def score(self, layer: Layer) -> Scored:
+        """Let the scorer look at one layer."""
+        raw = self.scorer.score(layer)
+        alive = layer.alive if layer.granularity == "kv_head" else layer.alive.repeat_interleave(layer.group, 0)
+        scores = layer.per_set(raw.float()).masked_fill(~alive, -torch.inf)
+        if bool(torch.isnan(scores).any()):
+            raise EvictionError(f"{self.scorer.name} gave NaN on layer {layer.index}; allowed: finite scores")
+        if not self.selector.needs_heads:
+            return Scored(layer, scores)
+        heads = self.scorer.score(layer.at_query_heads()).float()
+        if heads.shape[0] != layer.n_heads:
+            heads = heads.repeat_interleave(layer.group, 0)
+        return Scored(layer, scores, heads, layer.mean_attention(layer.queries.shape[1]))
+
+    def _protected(self, scored: Scored, budgets: Tensor) -> Tensor:
+        """What the scorer keeps whatever its score, of the entries that are there."""
+        return self.scorer.protected(scored.layer, budgets) & (scored.scores > -torch.inf)
+
+    def _fits(self, base: int, length: int, reserved: Sequence[Tensor]) -> None:
+        most = max(int(each.sum(-1).max()) for each in reserved)
+        if base < max(most, 1):
+            raise EvictionError(
+                f"{base} of {length} entries are fewer than the {max(most, 1)} that {self.name} always keeps; "
+                f"allowed: a cache ratio of at least {max(most, 1) / length:.4g}"
+            )
+
+
+def entries(n: int, cache_ratio: Any) -> int:
+    """⌊n · cache_ratio⌋, exactly: 0.1 means one tenth (float products would lose an entry here and there)."""
+    try:
+        share = Fraction(str(cache_ratio))
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise EvictionError(f"cache ratio {quote(cache_ratio)}; allowed: a share to keep, 0 < ratio ≤ 1")
+    return int(share * n)
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """The settings of one part as plain values; tensors by their shape (a profile is stored beside the result)."""
+    values = {each.name: getattr(part, each.name) for each in fields(part)}
+    return {
+        name: f"tensor {list(value.shape)}" if isinstance(value, Tensor) else value for name, value in values.items()
+    }

@@ -1,0 +1,246 @@
+"""Chunked prefill, eviction while writing, compacted caches: against plain transformers with a 4-D mask by loops."""
+
+import catalogue
+import pytest
+import torch
+from policies import LastRow, all_policies
+from torch.testing import assert_close
+
+from kvprobe import Prompt, eviction, intervene, prefill
+from kvprobe.errors import EvictionError, InterventionError
+from kvprobe.eviction import Chunked, Decode, KeepMask, LiveCache, PackedCache, entries
+
+IDS = catalogue.ids()
+PROMPT = Prompt.from_ids(IDS)
+N, C = len(IDS), 20
+POLICIES = {
+    name: policy
+    for name, policy in all_policies().items()
+    if not policy.scorer.aligned and not policy.scorer.needs_future and policy.name != "tova+two_stage"
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+UNIFORM = {
+    name: policy
+    for name, policy in POLICIES.items()
+    if policy.budget.name == "uniform" or (policy.budget.name == "pyramid")
+}
+uniform_policy = pytest.mark.parametrize("policy", UNIFORM.values(), ids=UNIFORM.keys())
+
+
+class Diary(LiveCache):
+    """A live cache that notes what was there when each query ran."""
+
+    def __init__(self, model, policy):
+        super().__init__(model, policy)
+        self.seen = []
+
+    def feed(self, ids, rows=0):
+        self.seen += [self.keep.clone()] * len(ids)
+        return super().feed(ids, rows)
+
+
+def table_of(seen, model):
+    """[L, H, n, n]: query q loses what had been evicted when it ran."""
+    geometry, n = model.geometry, len(seen)
+    table = torch.zeros(geometry.n_layers, geometry.n_heads, n, n)
+    for query, keep in enumerate(seen):
+        for layer in range(geometry.n_layers):
+            for head in range(geometry.n_heads):
+                for key in range(keep.shape[-1]):
+                    if not keep[layer, head // geometry.group, key]:
+                        table[layer, head, query, key] = -torch.inf
+    return table
+
+
+@every_policy
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_chunk_as_long_as_the_context_is_prefill_then_evict(family, policy, tiny):
+    model = tiny(family)
+    live = eviction.chunked_prefill(model, IDS[:C], policy, "0.5", C)
+    assert torch.equal(live.keep, policy.select(model, IDS[:C], "0.5"))
+    assert live.receipts == []
+
+
+@every_policy
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("chunk", [7, 10])
+def test_later_chunks_see_the_loss(family, policy, chunk, tiny, plain):
+    """Every logit of every chunk is plain transformers' under the mask that the earlier evictions make."""
+    if policy.scorer.rows(chunk) > chunk:
+        pytest.fail("law table policies look at no more rows than a chunk has")
+    model, diary, rows = tiny(family), Diary(tiny(family), policy), []
+    for start in range(0, C, chunk):
+        rows.append(diary.feed(torch.tensor(IDS[start : min(start + chunk, C)])))
+        base = entries(diary.length, "0.8")
+        choice = diary.evict(base)
+        if policy.budget.name != "duo":
+            assert int(choice.budgets.sum()) == int(diary.keep.sum()) == base * diary.keep[..., 0].numel()
+        protected = policy.scorer.protected(diary._layer(0), choice.budgets[0])
+        assert protected.sum() <= choice.budgets[0].sum()
+    reference = plain(family)(IDS[:C], table_of(diary.seen, model))
+    assert_close(torch.cat(rows), reference.logits, atol=1e-4, rtol=1e-4)
+    assert len(diary.receipts) == (C - 1) // chunk or policy.budget.name == "duo"
+    assert all(receipt.masked_weight == 0 for receipt in diary.receipts)
+
+
+@uniform_policy
+@pytest.mark.parametrize("chunk", [7, C])
+def test_packed_is_masked(policy, chunk, tiny):
+    model, rest = tiny("llama"), torch.tensor(IDS[C:])
+    masked = eviction.chunked_prefill(model, IDS[:C], policy, "0.8", chunk)
+    packed = eviction.chunked_prefill(model, IDS[:C], policy, "0.8", chunk, physical=True)
+    assert isinstance(packed, PackedCache) and torch.equal(masked.keep, packed.keep)
+    assert [keys.shape[1] for keys, _ in packed.layers] == masked.keep.sum(-1)[:, 0].tolist()
+    assert packed.n_bytes < masked.n_bytes
+    assert_close(packed.feed(rest), masked.feed(rest), atol=5e-4, rtol=0)
+    for layer, positions in enumerate(packed.positions):
+        for head, held in enumerate(positions):
+            assert held.tolist() == masked.keep[layer, head].nonzero().flatten().tolist()
+
+
+@every_policy
+@pytest.mark.parametrize("interval", [1, 3])
+def test_eviction_while_writing(policy, interval, tiny, plain):
+    """Token for token what plain transformers writes when each step loses what had been evicted by then."""
+    model, tokens = tiny("llama"), 8
+    made = eviction.generate(model, PROMPT, policy, "0.6", context=C, tokens=tokens, decode=Decode(interval, target=13))
+    diary = Diary(model, policy)
+    diary.feed(torch.tensor(IDS[:C]))
+    diary.evict(entries(C, "0.6"))
+    last, ids, steps = diary.feed(torch.tensor(IDS[C:]))[-1], list(IDS), []
+    reference = plain("llama")
+    for step in range(tokens):
+        truth = reference(ids, table_of(diary.seen, model)).logits[-1]
+        assert_close(last, truth, atol=2e-4, rtol=1e-4)
+        steps.append(truth)
+        token = int(truth.argmax())
+        if token in (2,):
+            break
+        ids.append(token)
+        if step + 1 == tokens:
+            break
+        last = diary.feed(torch.tensor([token]))[-1]
+        if (step + 1) % interval == 0 and int(diary.keep.sum(-1).max()) > 13:
+            diary.evict(13)
+            if policy.budget.name != "duo":
+                assert int(diary.keep.sum()) == 13 * 6
+    assert made.ids == ids[N:] and made.semantics == f"prefill-then-evict + decode({interval}, 13)"
+    assert_close(made.logits, torch.stack(steps), atol=2e-4, rtol=1e-4)
+    assert torch.equal(made.keep, diary.keep)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "streaming", "knorm"])
+def test_generate_is_intervene_with_a_keep_mask(name, tiny):
+    model = tiny("llama")
+    policy = eviction.policy(name, **({"window": 4} if "kv" in name and name != "knorm" else {}))
+    keep = policy.select(model, IDS[:C], "0.5")
+    out = intervene(model, PROMPT, KeepMask(keep), suffix=N - C, generate=6)
+    made = eviction.generate(model, PROMPT, policy, "0.5", context=C, tokens=6)
+    assert made.ids == out.generated and made.semantics == "prefill-then-evict"
+    assert torch.equal(made.keep[..., :C], keep) and made.keep[..., C:].all()
+    joint = eviction.generate(model, PROMPT, policy, "0.5", context=N, tokens=6)
+    keep = policy.select(model, IDS, "0.5")
+    assert joint.ids == intervene(model, PROMPT, KeepMask(keep), suffix=1, generate=6).generated
+
+
+@uniform_policy
+def test_compacted_is_masked(policy, tiny):
+    model = tiny("llama")
+    keep = policy.select(model, IDS[:C], "0.5")
+    prefix = prefill(model, PROMPT, C)
+    compacted = eviction.compact(model, prefix, keep)
+    logits, written = eviction.continue_from(model, compacted, IDS[C:], generate=6)
+    out = intervene(model, PROMPT, KeepMask(keep), suffix=N - C, generate=6, prefix=prefix)
+    assert_close(logits, out.logits, atol=5e-4, rtol=0)
+    assert written == out.generated
+    assert compacted.n_bytes == keep.sum() * 2 * model.geometry.head_dim * 4 < prefix.n_bytes
+
+
+@pytest.mark.slow
+def test_compacted_is_masked_on_the_embedded_model(smol):
+    prompt = Prompt.from_text(smol, "The harbour was quiet, and the tide came in slowly over the stones. " * 20)
+    policy = eviction.policy("snapkv+pyramid+two_stage", beta=2)
+    stop = len(prompt) - 12
+    keep = policy.select(smol, prompt.ids[:stop], "0.4")
+    assert len(set(keep.sum(-1).flatten().tolist())) > 1
+    prefix = prefill(smol, prompt, stop)
+    logits, written = eviction.continue_from(smol, eviction.compact(smol, prefix, keep), prompt.ids[stop:], generate=4)
+    out = intervene(smol, prompt, KeepMask(keep), suffix=12, generate=4, prefix=prefix)
+    assert_close(logits, out.logits, atol=5e-4, rtol=0)
+    assert written == out.generated
+
+
+def test_chunked_is_another_experiment(tiny):
+    """The two semantics differ in what the later tokens are computed from, and the result names which it was."""
+    model, policy = tiny("llama"), eviction.policy("snapkv", window=4)
+    exact = eviction.generate(model, PROMPT, policy, "0.6", context=C, tokens=2)
+    lossy = eviction.generate(model, PROMPT, policy, "0.6", context=C, tokens=2, chunked=Chunked(8))
+    assert (exact.semantics, lossy.semantics) == ("prefill-then-evict", "chunked(8)")
+    assert not torch.equal(exact.logits, lossy.logits) and not torch.equal(exact.keep, lossy.keep)
+
+
+def test_keep_all_in_chunks_is_no_eviction(tiny):
+    model, policy = tiny("llama"), eviction.policy("adakv", window=4)
+    live = eviction.chunked_prefill(model, IDS[:C], policy, 1, 7)
+    assert live.keep.all()
+    clean = intervene(model, PROMPT, [()], suffix=N - C)[0]
+    assert_close(live.feed(torch.tensor(IDS[C:])), clean.logits, atol=5e-5, rtol=1e-5)
+
+
+def run(model, policy, **options):
+    options = {"context": C, "tokens": 2} | options
+    return eviction.generate(model, PROMPT, policy, "0.5", **options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (eviction.policy("adakv", window=4), {"physical": True}, "heads keep .*ragged budgets run as masks"),
+        (eviction.policy("defensivekv", window=4), {"chunked": Chunked(9)}, "defensivekv compares heads"),
+        (eviction.policy("oracle"), {}, "oracle looks at the tokens after the context|oracle knows what comes after"),
+        (
+            eviction.policy("snapkv", window=4, granularity="query_head"),
+            {"chunked": Chunked(9)},
+            "a cache holds kv heads, not query heads",
+        ),
+        (eviction.policy("tova+two_stage"), {"chunked": Chunked(8)}, "tova averages one row over all heads"),
+        (eviction.policy("snapkv"), {}, "looks at the last 32 queries and the context has 20 tokens"),
+        (eviction.policy("snapkv", window=12), {}, "10 of 20 entries are fewer than the 12 that snapkv always keeps"),
+        (eviction.policy("snapkv", window=4), {"chunked": Chunked(4)}, "2 of 4 entries are fewer than the 4"),
+        (eviction.policy("snapkv", window=6), {"chunked": Chunked(5)}, "last 6 queries, and 5 tokens are known"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(policy, options, message, tiny):
+    with pytest.raises(EvictionError, match=message) as error:
+        run(tiny("llama"), policy, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_windows_are_not_compacted(tiny):
+    policy = eviction.policy("snapkv", window=4)
+    with pytest.raises(EvictionError, match="sliding-window layers"):
+        run(tiny("mistral"), policy, physical=True)
+    with pytest.raises(EvictionError, match="sliding-window layers"):
+        keep = policy.select(tiny("mistral"), IDS[:C], "0.5")
+        eviction.compact(tiny("mistral"), prefill(tiny("mistral"), PROMPT, C), keep)
+
+
+def test_numbers_that_are_none(tiny):
+    for wrong in ({"tokens": 0}, {"context": 0}, {"context": N + 1}):
+        with pytest.raises(InterventionError, match="is not allowed: give a whole number"):
+            run(tiny("llama"), eviction.policy("streaming"), **wrong)
+    for make in (lambda: Chunked(0), lambda: Decode(0, 3), lambda: Decode(2, True), lambda: Chunked("8")):
+        with pytest.raises(EvictionError, match="allowed: a whole number ≥ 1"):
+            make()
+    compacted = eviction.compact(
+        tiny("llama"), prefill(tiny("llama"), PROMPT, C), torch.ones(3, 2, C, dtype=torch.bool)
+    )
+    with pytest.raises(EvictionError, match="no token follows"):
+        eviction.continue_from(tiny("llama"), compacted, [])
+    with pytest.raises(EvictionError, match=r"keep is torch.bool \[3, 6, 20\]; allowed: torch.bool \[3, 2, 20\]"):
+        eviction.compact(tiny("llama"), prefill(tiny("llama"), PROMPT, C), torch.ones(3, 6, C, dtype=torch.bool))
+
+
+def test_a_third_party_scorer_runs_live(tiny):
+    live = eviction.chunked_prefill(tiny("llama"), IDS[:C], eviction.policy(LastRow()), "0.5", 6)
+    assert (live.keep.sum(-1) == 10).all()
