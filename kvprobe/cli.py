@@ -112,6 +112,48 @@ def niah(
         print(records.to_json(summary))
 
 
+@app.command()
+def evict(
+    task: Annotated[str, typer.Option(help="One of RULER's needle tasks.")] = "niah_single_1",
+    policies: Annotated[
+        str, typer.Option(help="Scorers, budgets and selectors joined by +, policies separated by commas.")
+    ] = "snapkv,snapkv+two_stage,adakv,adakv+two_stage,streaming,random",
+    cache: Annotated[str, typer.Option(help="Shares of the cache to keep.")] = "0.1,0.2,0.3,0.4,0.5,0.6",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of prompt and generation.")] = 1500,
+    items: Annotated[int, typer.Option(min=1, help="Number of items.")] = 10,
+    setting: Annotated[
+        str, typer.Option(help="context: compressed before the question is known; joint: together with it.")
+    ] = "context",
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Evict after every so many tokens (default: after the whole context).")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Pooling: paper (max, 7; default) or released (avg, 5).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="First-stage share of two_stage (default 0.5).")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Added to scores in stage 2 (default 1e-4).")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Head importance for headkv, a JSON profile.")] = None,
+    gates: Annotated[Path | None, typer.Option(help="Gates for duo, a TSV of layers × kv heads.")] = None,
+    template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
+    haystack: Annotated[
+        Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
+    ] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
+    model: Model = "smollm2-135m",
+    out: Out = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Answer a task from caches that eviction policies have compressed: score against budget."""
+    from kvprobe import commands, records
+    from kvprobe.curves.settings import from_command
+
+    given = {name: value for name, value in locals().items() if name not in ("commands", "records", "from_command")}
+    settings = from_command(given)
+    summary, _ = commands.evict(model, settings, out, given)
+    commands.print_evict(summary, out)
+    if json:
+        print(records.to_json(summary))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 

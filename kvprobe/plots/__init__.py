@@ -6,6 +6,7 @@ colour (Okabe and Ito's, for the colour-blind) and by shape, so that every figur
 """
 
 from kvprobe.plots.arms import answer_by_arm
+from kvprobe.plots.budgets import score_against_cache, score_curves
 from kvprobe.plots.changes import attention_change
 from kvprobe.plots.heads import head_map
 from kvprobe.plots.masses import mass_against_value_mass, span_means
@@ -22,6 +23,8 @@ __all__ = [
     "headline",
     "mass_against_value_mass",
     "niah_figures",
+    "score_against_cache",
+    "score_curves",
     "sheet",
     "span_means",
     "subtitle",

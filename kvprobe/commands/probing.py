@@ -1,79 +1,18 @@
-"""What the commands print and store; the command line itself is in :mod:`kvprobe.cli`."""
+"""``kvprobe niah``: the needle probe."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.errors import CapabilityError
+from kvprobe.commands.console import console, interval, progress, written
 from kvprobe.versions import versions
 
 if TYPE_CHECKING:
-    from kvprobe.capability import Report
     from kvprobe.needles import Result, Settings
-
-
-def check(name: str) -> Report | CapabilityError:
-    """Load a model; its capability check runs on the way. What it refuses is returned, not raised."""
-    from kvprobe.models import load
-
-    try:
-        return load(name).report
-    except CapabilityError as error:
-        return error
-
-
-def print_report(report: Report) -> None:
-    """The capability report as tables for a person."""
-    from rich.table import Table
-
-    facts = Table(title=f"{report.model} ({report.architecture}): every layer can be masked", title_justify="left")
-    facts.add_column("check")
-    facts.add_column("largest difference", justify="right")
-    for name, value in report.to_dict().items():
-        if isinstance(value, float):
-            facts.add_row(name.replace("_", " "), f"{value:.2g}")
-    layers = Table(title="layers", title_justify="left")
-    for column in ("layers", "attention class", "maskable", "window", "soft-cap", "learned sink"):
-        layers.add_column(column)
-    for first, last, kind in _runs(report):
-        layers.add_row(f"{first}–{last}" if last > first else str(first), *kind)
-    console = _console()
-    console.print(facts)
-    console.print(layers)
-    console.print(
-        f"prefill attention: {report.attention}; weights: {report.processing}; "
-        f"{report.shared_parameters} parameters shared with the twin"
-    )
-    console.print("versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
-
-
-def _console() -> Any:
-    """A terminal's own width; 120 columns where the output is piped, so that tables keep their words whole."""
-    from rich.console import Console
-
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    return console if console.is_terminal else Console(width=120, soft_wrap=True, markup=False, highlight=False)
-
-
-def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
-    """Neighbouring layers of one kind as one row."""
-    rows: list[tuple[int, int, tuple[str, ...]]] = []
-    for layer in report.layers:
-        kind = (
-            layer.kind,
-            "yes" if layer.maskable else "NO",
-            *(str(v) if v else "–" for v in (layer.window, layer.softcap, layer.sink)),
-        )
-        if rows and rows[-1][2] == kind:
-            rows[-1] = (rows[-1][0], layer.index, kind)
-        else:
-            rows.append((layer.index, layer.index, kind))
-    return rows
 
 
 def niah(name: str, settings: Settings, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Result]:
@@ -94,7 +33,7 @@ def _niah(model: Any, settings: Settings, run: records.Run | None, begun: float)
     from kvprobe import needles
 
     loaded = time.perf_counter()
-    result = needles.run(model, settings, _progress)
+    result = needles.run(model, settings, progress)
     summary = {
         "model": model.name,
         "dtype": model.meta["dtype"],
@@ -123,30 +62,20 @@ def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:
         run.figure(figure, f"{name}.png")
 
 
-def _progress(items: Iterable[int]) -> Iterable[int]:
-    import sys
-
-    from tqdm import tqdm
-
-    return tqdm(items, desc="items", unit="item", disable=not sys.stderr.isatty())
-
-
 def print_niah(summary: dict[str, Any], out: Path | None) -> None:
     """The summary as tables for a person."""
-    console = _console()
-    console.print(
+    screen = console()
+    screen.print(
         f"{summary['task']} on {summary['model']}: {summary['n_items']} items, length {summary['length']}, "
         f"seed {summary['seed']}, accuracy {summary['accuracy']:.2f}"
     )
-    console.print(_auroc_table(summary))
-    console.print(_ablation_table(summary))
+    screen.print(_auroc_table(summary))
+    screen.print(_ablation_table(summary))
     for key in ("gate", "gate_answer"):
-        console.print(_gate_line(summary[key]))
-    console.print(f"{summary['timings_s']['total_s']:.0f} s, peak memory {summary['peak_rss_mib']:.0f} MiB")
+        screen.print(_gate_line(summary[key]))
+    screen.print(f"{summary['timings_s']['total_s']:.0f} s, peak memory {summary['peak_rss_mib']:.0f} MiB")
     if out is not None:
-        console.print(
-            "written: " + ", ".join(str(path) for path in sorted(out.iterdir()) if not path.name.startswith("."))
-        )
+        screen.print(written(out))
 
 
 def _auroc_table(summary: dict[str, Any]) -> Any:
@@ -181,18 +110,13 @@ def _ablation_table(summary: dict[str, Any]) -> Any:
     for label in ("evidence", "hard", "decoy", "distractor"):
         row = summary["ablation"][label]
         if row:
-            change = f"{row['delta_logprob']:+.2f} {_range(row)}"
+            change = f"{row['delta_logprob']:+.2f} {interval(row)}"
             table.add_row(label, change, f"{row['kl']:.2f}", f"{row['accuracy']:.2f}", str(row["n_spans"]))
     return table
 
 
 def _interval(row: dict[str, Any]) -> str:
-    return f"{row['mean']:.3f} {_range(row)}"
-
-
-def _range(row: dict[str, Any]) -> str:
-    low, high = row["ci_low"], row["ci_high"]
-    return "[no interval]" if low is None or low != low else f"[{low:.3g}, {high:.3g}]"
+    return f"{row['mean']:.3f} {interval(row)}"
 
 
 GATED = {"hard": "other needles and decoys", "distractor": "haystack spans"}
@@ -208,6 +132,6 @@ def _gate_line(gate: dict[str, Any]) -> str:
     )
     return (
         f"gate at the {where}: {gate['score']} of the evidence against {GATED[gate['contrast']]}, "
-        f"AUROC {gate['value']:.3f} {_range(gate)}, "
+        f"AUROC {gate['value']:.3f} {interval(gate)}, "
         f"threshold {gate['threshold']}, {p}, n {gate['n']}: {gate['verdict']}"
     )
