@@ -26,16 +26,21 @@ setup: .venv/.embedded
 demo: setup
 	$(BIN)/kvprobe niah $(DEMO_ARGS)
 
+# Triton (Linux) is an extra of 1 GB; only its tests need it, and they need no GPU.
+.venv/.triton: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,triton]'
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-test: lint
+test: lint .venv/.triton
 	$(PYTEST)
 
 # Without what takes more than ten seconds, and without the linters.
-test-fast: setup
+test-fast: setup .venv/.triton
 	$(PYTEST) -m 'not slow'
 
 bench: setup

@@ -111,6 +111,12 @@ def joined(results: Sequence[Result], table_of: Callable[[Result], pd.DataFrame]
 
 def plot(df: pd.DataFrame) -> Figure:
     """One panel a task × setting, score against cache, all policies in one legend."""
+    from kvprobe.plots.style import styled
+
+    return styled(_drawn)(df)
+
+
+def _drawn(df: pd.DataFrame) -> Figure:
     from kvprobe.plots import headline, score_curves, sheet
     from kvprobe.plots.style import plural
 

@@ -169,73 +169,69 @@ def _row(
 
 def plot(df: pd.DataFrame) -> Figure:
     """Three panels: the overhead on the first token, a decoding step, a prefill in chunks."""
-    from kvprobe.plots import headline, sheet
+    from kvprobe.plots.style import styled
 
-    about = df.attrs["about"]
-    figure = sheet(height=4.6)
-    parts = {part: df[df["part"] == part] for part in ("ttft", "decode", "chunked")}
+    return styled(_drawn)(df)
+
+
+def _drawn(df: pd.DataFrame) -> Figure:
+    from kvprobe.plots import headline, sheet
+    from kvprobe.plots.style import plural
+
+    about, figure = df.attrs["about"], sheet(height=4.6)
     axes = figure.subplots(1, 3)
-    handles = _draw_ttft(axes[0], parts["ttft"])
-    handles |= _draw_bars(axes[1], parts["decode"], "batch", 1e3, "ms a step")
-    handles |= _draw_bars(axes[2], parts["chunked"], "chunk", 1.0, "seconds")
-    titles = (
-        "Selection: on top of the prefill",
-        f"Decoding behind {_tokens(parts['decode'])}, {_percent(about['decode_cache'])} kept",
-        f"Prefill of {_tokens(parts['chunked'])}, {_percent(about['chunk_cache'])} kept",
-    )
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set_title(title)
+    ttft, decode, chunked = (df[df["part"] == part] for part in ("ttft", "decode", "chunked"))
+    handles = _draw_selection(axes[0], ttft)
+    handles |= _draw_bars(axes[1], decode, "batch", 1e3) | _draw_bars(axes[2], chunked, "chunk", 1.0)
+    axes[0].set(title="Selection beside the prefill", xlabel="context tokens", ylabel="time on top")
+    axes[1].set(title=_title("One token", decode, about["decode_cache"]), xlabel="rows", ylabel="ms a step")
+    axes[2].set(title=_title("Prefill", chunked, about["chunk_cache"]), xlabel="tokens a chunk", ylabel="seconds")
     headline(
         figure,
         "What eviction costs, and what it saves",
-        f"{about['model']}, {about['dtype']}, {about['device']} with {about['threads']} thread(s); medians of "
-        f"{int(df['rounds'].min())} rounds in one process.",
-        "Left: the selection's own seconds over the rest of the same pass; crosses: whole pass over a prefill − 1, "
-        "with its smallest and largest round. Middle and right: the ratio to the whole cache, and MiB of keys and "
-        "values held (before the first step; after the last chunk).",
+        f"{about['model']}, {about['dtype']}, {about['device']} with {plural(about['threads'], 'thread')}; medians of "
+        f"{plural(int(df['rounds'].min()), 'round')} in one process.",
+        "Left: the selection's own seconds over the rest of the same pass; crosses: a whole pass over a prefill, − 1. "
+        "Middle and right: seconds over those with the whole cache (×), and MiB of keys and values (before the first "
+        "step; after the last chunk).",
         list(handles.values()),
         ncols=6,
     )
     return figure
 
 
-def _draw_ttft(ax: Axes, rows: pd.DataFrame) -> dict[str, Any]:
+def _title(what: str, rows: pd.DataFrame, cache: str) -> str:
+    return f"{what}, {int(rows['tokens'].max()):,} tokens, {100 * float(cache):g} % kept"
+
+
+def _draw_selection(ax: Axes, rows: pd.DataFrame) -> dict[str, Any]:
     from matplotlib.ticker import PercentFormatter
 
     handles = {}
     for name, mine in rows.groupby("contender", sort=False):
-        look = _look(str(name))
-        places = [str(n) for n in mine["tokens"]]
-        difference = mine["ratio"] - 1
-        ends = [mine["ratio"] - mine["ratio_low"], mine["ratio_high"] - mine["ratio"]]
-        faint = {"color": look["color"], "markersize": 4, "elinewidth": 0.7, "alpha": 0.5}
-        ax.errorbar(places, difference, yerr=ends, fmt="x", **faint)
+        look, places = _look(str(name)), [str(n) for n in mine["tokens"]]
+        ax.plot(places, mine["ratio"] - 1, "x", markersize=4, alpha=0.6, **look)
         (handles[str(name)],) = ax.plot(places, mine["own_ratio"], marker="o", markersize=5, label=name, **look)
     ax.axhline(0, color="#595959", linewidth=0.6)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set(xlabel="context tokens", ylabel="time on top")
     return handles
 
 
-def _draw_bars(ax: Axes, rows: pd.DataFrame, group: str, scale: float, unit: str) -> dict[str, Any]:
+def _draw_bars(ax: Axes, rows: pd.DataFrame, group: str, scale: float) -> dict[str, Any]:
     """Bars side by side, ratio and MiB above each."""
     groups, names = (list(dict.fromkeys(rows[column])) for column in (group, "contender"))
     width, handles = 0.8 / len(names), {}
+    text = {"textcoords": "offset points", "rotation": 90, "fontsize": 7, "ha": "center", "va": "bottom"}
     for place, name in enumerate(names):
         mine = rows[rows["contender"] == name]
         at = [groups.index(value) + width * (place - (len(names) - 1) / 2) for value in mine[group]]
         handles[name] = ax.bar(at, mine["seconds"] * scale, width * 0.92, label=name, **_look(name))
         for x, (_, row) in zip(at, mine.iterrows(), strict=True):
             ratio = "" if name == "full" else f"×{row['ratio']:.2f}, "
-            text = f"{ratio}{row['cache_mib']:.3g} MiB"
-            ax.annotate(text, (x, row["seconds"] * scale), (0, 3), textcoords="offset points", rotation=90, **_SMALL)
+            ax.annotate(f"{ratio}{row['cache_mib']:.3g} MiB", (x, row["seconds"] * scale), (0, 3), **text)
     ax.set_xticks(range(len(groups)), [str(value) for value in groups])
-    ax.margins(y=0.45)
-    ax.set(xlabel=f"tokens a {group}" if group == "chunk" else group, ylabel=unit)
+    ax.set_ylim(0, 1.55 * scale * float(rows["seconds"].max()))  # room for what is written above the bars
     return handles
-
-
-_SMALL = {"fontsize": 7, "ha": "center", "va": "bottom"}
 
 
 def _look(name: str) -> dict[str, Any]:
@@ -245,24 +241,13 @@ def _look(name: str) -> dict[str, Any]:
     return {"color": own.get(name, COLOURS[1])}
 
 
-def _tokens(rows: pd.DataFrame) -> str:
-    return f"{int(rows['tokens'].iloc[0]):,} tokens"
-
-
-def _percent(share: str) -> str:
-    return f"{100 * float(share):g} %"
-
-
 def report(table: pd.DataFrame) -> None:
     """Print the table for a person."""
     about = table.attrs["about"]
     print("{model}, {dtype}, {device}, {threads} thread(s); ratio: to the first row of its group".format(**about))
-    columns = ["ratio", "ratio_low", "ratio_high", "own_ratio"]
-    shown = table.drop(columns=["baseline_s", "own_s", "max_abs_diff"])
-    shown[columns] = shown[columns].astype(float).round(3)
-    shown["cache_mib"] = shown["cache_mib"].astype(float).round(1)
-    shown["seconds"] = shown["seconds"].round(4)
-    print(shown.to_string(index=False, na_rep=""))
+    digits = {"seconds": 4, "ratio": 3, "ratio_low": 3, "ratio_high": 3, "own_ratio": 3, "cache_mib": 1}
+    shown = table.drop(columns=["baseline_s", "own_s", "max_abs_diff"]).astype(dict.fromkeys(digits, float))
+    print(shown.round(digits).to_string(index=False, na_rep=""))
     print(f"\n{PAPER}")
 
 
@@ -273,14 +258,14 @@ def main(words: Sequence[str] | None = None) -> int:
     from kvprobe.errors import KVProbeError
     from kvprobe.models import load
 
-    asked = {key: value for key, value in vars(given).items() if key not in ("model", "out")}
+    asked = {key: value for key, value in vars(given).items() if key not in ("model", "out")} | {"progress": _progress}
     try:
         model = load(given.model)
         if given.out is None:
-            report(compute(model, progress=_progress, **asked))
+            report(compute(model, **asked))
             return 0
         with records.run(given.out, command=NAME, arguments=vars(given), model=given.model) as run:
-            table = compute(model, progress=_progress, **asked)
+            table = compute(model, **asked)
             run.table(table, "rows.parquet")
             run.figure(plot(table), f"{NAME}.png")
             run.update(weight_processing=model.report.processing, **table.attrs["about"])
@@ -300,22 +285,21 @@ def _progress(jobs: Iterable[Any]) -> Iterable[Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="a name that kvprobe.load understands (%(default)s)")
-    lists = {"ttft_tokens": (int, TTFT_TOKENS), "batches": (int, BATCHES), "chunks": (str, CHUNKS)}
-    for option, (kind, default) in lists.items():
-        shown = ",".join(map(str, default))
-        parser.add_argument(
-            _flag(option), type=partial(_list, kind), default=default, help=f"comma-separated ({shown})"
-        )
-    for option, value in (("tokens", TOKENS), ("steps", 8), ("rounds", 5)):
-        parser.add_argument(_flag(option), type=int, default=value, help="(%(default)s)")
-    for option, value in (("decode_cache", "0.4"), ("chunk_cache", "0.5")):
-        parser.add_argument(_flag(option), default=value, help="share that stays (%(default)s)")
+    options = {
+        "ttft_tokens": (partial(_list, int), TTFT_TOKENS, "context lengths of the first part, comma-separated"),
+        "tokens": (int, TOKENS, "context length of the others"),
+        "batches": (partial(_list, int), BATCHES, "rows decoded at once, comma-separated"),
+        "chunks": (partial(_list, str), CHUNKS, f"tokens a chunk or {WHOLE}, comma-separated"),
+        "decode_cache": (str, "0.4", "share that stays while decoding"),
+        "chunk_cache": (str, "0.5", "share that stays after each chunk"),
+        "steps": (int, 8, "decoding steps a round"),
+        "rounds": (int, 5, "rounds of every measurement"),
+    }
+    for option, (kind, default, text) in options.items():
+        flag = "--" + option.replace("_", "-")
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for table, figure and manifest")
     return parser
-
-
-def _flag(option: str) -> str:
-    return "--" + option.replace("_", "-")
 
 
 def _list(kind: Callable[[str], Any], text: str) -> tuple[Any, ...]:

@@ -80,8 +80,7 @@ def summary(rows, **more):
         "n_items": 10,
         "seed": 7,
         "setting": "context",
-        "semantics": "prefill-then-evict: the compressed part is prefilled exactly, question and answer tokens see what "
-        "is left",
+        "semantics": "prefill-then-evict: question and answer tokens see what is left of the compressed part",
         "full": {"score": 0.9, "ci_low": 0.6, "ci_high": 0.99},
         "rows": rows.to_dict("records"),
         "pairs": [],

@@ -73,9 +73,11 @@ def future_of(policy):
 
 
 def protected_of(policy, scored, choice):
+    base = int(choice.budgets.sum()) // choice.budgets.numel()
+    held = torch.full_like(choice.budgets, base) if policy.scorer.protects_once else choice.budgets
     return torch.stack(
         [
             policy.scorer.protected(each.layer, budgets) & (each.scores > -torch.inf)
-            for each, budgets in zip(scored, choice.budgets, strict=True)
+            for each, budgets in zip(scored, held, strict=True)
         ]
     )

@@ -26,13 +26,16 @@ TASK = "niah_single_1"
 CACHE = "0.4"
 CHUNKED = ("snapkv", "snapkv+two_stage")
 TOLERANCE = 5e-4
+SPARE, SMALLEST = 64, 1024  # an item ends with the sentence that still fits into its length; no item is shorter
 
 
 def text_ids(model: Any, n: int, seed: int = 0) -> Tensor:
     """The first n tokens of a generated item: text, not noise, so that attention is what it is in use."""
-    item = kp.tasks.make(TASK, model, length=n, seed=seed, tokens_to_generate=0, decoys=0, distractors=0)
+    length = max(n + SPARE, SMALLEST)
+    item = kp.tasks.make(TASK, model, length=length, seed=seed, tokens_to_generate=0, decoys=0, distractors=0)
     ids = item.prompt.ids[item.prompt.pad :]
-    return ids[: min(n, len(ids))]
+    assert len(ids) >= n, f"an item of length {length} has {len(ids)} tokens, fewer than {n}"
+    return ids[:n]
 
 
 class Selection:
@@ -98,10 +101,7 @@ class Decoding:
         self, model: Any, n: int, batch: int, policy: Policy, cache: str = CACHE, steps: int = 4, seed: int = 0
     ) -> None:
         self.model, self.steps = model, steps
-        contexts = [text_ids(model, n + steps, seed + row) for row in range(batch)]
-        shortest = min(map(len, contexts))
-        self.ids = torch.stack([ids[:shortest] for ids in contexts])
-        self.n = shortest - steps
+        self.n, self.ids = n, torch.stack([text_ids(model, n + steps, seed + row) for row in range(batch)])
         self.keep, self._masked, full, kept = [], [], [], []
         for ids in self.ids:
             measured = measure(model, ids[: self.n], [policy])

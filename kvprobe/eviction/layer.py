@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvprobe.errors import EvictionError
 from kvprobe.twopart import LayerSpec, cap, visible
@@ -101,6 +102,11 @@ class Layer:
         """Whether some head has pads."""
         return not bool(self.alive.all())
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether entry i is token i on every head: nothing was evicted before."""
+        return self.n == self.length and not self.ragged
+
     def rows(self, count: int) -> Tensor:
         """Rotated queries of the last ``count`` tokens, [H, count, d]."""
         if not 0 < count <= self.queries.shape[1]:
@@ -125,18 +131,27 @@ class Layer:
         keys = self.keys.float().transpose(1, 2)
         for start in range(0, queries.shape[1], step):
             rows = slice(start, min(start + step, queries.shape[1]))
-            yield rows, self._weights(queries[:, rows].float(), keys, at[rows])
+            # Nobody looks at what comes after a block's last query.
+            seen = min(self.n, int(at[rows][-1]) + 1) if self.whole else self.n
+            weights = self._weights(queries[:, rows].float(), keys[..., :seen], at[rows])
+            yield rows, weights if seen == self.n else functional.pad(weights, (0, self.n - seen))
 
     def _weights(self, queries: Tensor, keys: Tensor, at: Tensor) -> Tensor:
         grouped = (queries * self.spec.scale).reshape(self.n_kv_heads, -1, queries.shape[-1])
         logits = cap(torch.bmm(grouped, keys), self.spec.softcap).unflatten(1, (self.group, -1))
-        hidden = torch.stack([~visible(at, row, self.spec.window) for row in self.positions]) | ~self.alive[:, None]
-        logits = logits.masked_fill_(hidden[:, None], -torch.inf).flatten(0, 1)
+        logits = logits.masked_fill_(self._hidden(at, keys.shape[-1]), -torch.inf).flatten(0, 1)
         if self.spec.sink is not None:
             sink = self.spec.sink.float().view(-1, 1, 1).expand(*logits.shape[:2], 1)
             return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
         blind = (logits == -torch.inf).all(-1, keepdim=True)
         return logits.softmax(-1).masked_fill_(blind, 0.0)
+
+    def _hidden(self, at: Tensor, seen: int) -> Tensor:
+        """Boolean [K or 1, 1, t, seen]: entries that these queries cannot see."""
+        if self.whole:
+            return ~visible(at, self.positions[0, :seen], self.spec.window)[None, None]
+        hidden = torch.stack([~visible(at, row, self.spec.window) for row in self.positions])
+        return (hidden | ~self.alive[:, None])[:, None]
 
     def mean_attention(self, count: int) -> Tensor:
         """Mean of the last ``count`` attention rows, [H, n]; the rows' own columns are included."""

@@ -19,7 +19,7 @@ from kvprobe.rotary import Rotary
 from kvprobe.twopart import LayerSpec
 
 KEPT_ROWS = 512
-"""Query rows that outlive the prefill, for scorers that look at them again when budgets are known."""
+"""Query rows that outlive the prefill where a scorer asked for those of all tokens; a window stays whole."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,9 @@ class Watch:
         for name, policy in self.policies.items():
             layer = self._layer(policy, index, query, key, value, spec)
             scored = policy.score(layer)
-            kept = min(KEPT_ROWS, layer.queries.shape[1])
-            slim = replace(layer, queries=layer.queries[:, layer.queries.shape[1] - kept :].clone(), future=None)
+            rows = layer.queries.shape[1]
+            kept = rows if rows < self.n else min(rows, KEPT_ROWS)
+            slim = replace(layer, queries=layer.queries[:, rows - kept :].clone(), future=None)
             self.seen[name].append(replace(scored, layer=slim, _norms=norms))
 
     def _layer(self, policy: Policy, index: int, query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec) -> Layer:

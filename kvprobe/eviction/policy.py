@@ -138,8 +138,8 @@ class Policy:
             Request(base, first.length, cache_ratio, scores, reserved, first.n_heads // first.n_sets)
         )
         keep = []
-        for each, budgets in zip(scored, shared.budgets, strict=True):
-            protected = self._protected(each, budgets)
+        for each, budgets, before in zip(scored, shared.budgets, reserved, strict=True):
+            protected = before if self.scorer.protects_once else self._protected(each, budgets)
             keep.append(self.selector.select(each, budgets, protected, shared.at_least))
         return keep, shared
 

@@ -10,10 +10,8 @@ from kvprobe import curves, eviction, intervene
 from kvprobe.curves import answers
 from kvprobe.eviction import Chunked, KeepMask, chunked_prefill
 
-FAMILIES = ("llama", "gemma2")
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_case = pytest.mark.parametrize(("family", "index"), [("llama", 0), ("llama", 1), ("llama", 2), ("gemma2", 1)])
 every_setting = pytest.mark.parametrize("setting", curves.SETTINGS)
-INDEX = pytest.mark.parametrize("index", range(3))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +62,8 @@ def plain_logprob(reference, geometry, ids, gold, keep, stop):
     return forced(logits[len(ids) - 1 : -1], gold)
 
 
-@every_family
+@every_case
 @every_setting
-@INDEX
 def test_gold_logprobs_are_plain_transformers_under_a_mask_by_loops(family, setting, index, found, tiny, plain):
     model, asked = tiny(family), curve_runs.settings(setting=setting)
     _, ids, stop, gold = parts(asked, index)
@@ -82,9 +79,8 @@ def test_gold_logprobs_are_plain_transformers_under_a_mask_by_loops(family, sett
         assert answer.kept == pytest.approx(keep.sum().item() / keep.numel()) and 0.4 < answer.kept <= 0.5
 
 
-@every_family
+@every_case
 @every_setting
-@INDEX
 def test_texts_scores_and_receipts_are_those_of_calls_by_hand(family, setting, index, found, tiny):
     model, asked = tiny(family), curve_runs.settings(setting=setting)
     item, ids, stop, gold = parts(asked, index)
@@ -105,9 +101,8 @@ def test_texts_scores_and_receipts_are_those_of_calls_by_hand(family, setting, i
                 assert model.tokenizer.decode(made.ids, skip_special_tokens=True) == text
 
 
-@every_family
+@every_case
 @every_setting
-@INDEX
 def test_the_whole_cache_is_no_eviction_bit_for_bit(family, setting, index, found):
     """Exactly, not nearly: a change of the full cache must read 0."""
     mine = found(family, setting, None, index)
@@ -147,10 +142,9 @@ def diary_table(seen, geometry):
     return table
 
 
-@every_family
 @every_setting
-@pytest.mark.parametrize("chunk", [8, 13, 40])
-def test_chunked_answers_are_chunked_prefill_and_generate_by_hand(family, setting, chunk, found, tiny, plain):
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 8), ("llama", 13), ("llama", 40), ("gemma2", 8)])
+def test_chunked_answers_are_chunked_prefill_and_generate_by_hand(family, setting, chunk, found, tiny):
     model, index = tiny(family), 0
     asked = curve_runs.settings(setting=setting, policies=curve_runs.policies(live=True), chunk=chunk)
     item, ids, stop, gold = parts(asked, index)
@@ -169,7 +163,7 @@ def test_chunked_answers_are_chunked_prefill_and_generate_by_hand(family, settin
 
 
 @every_setting
-@INDEX
+@pytest.mark.parametrize("index", [0, 2])
 def test_chunked_answers_are_plain_transformers_when_each_query_loses_what_was_gone(setting, index, found, tiny, plain):
     model, chunk = tiny("llama"), 8
     asked = curve_runs.settings(setting=setting, policies=curve_runs.policies(live=True), chunk=chunk)

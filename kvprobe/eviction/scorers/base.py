@@ -33,6 +33,8 @@ class Scorer:
         Compares entries between heads position by position: all heads must hold the same entries.
     kv_heads_only
         Has no meaning for a query head by itself.
+    protects_once
+        ``protected`` counts at the average budget b, and does not grow where a set turns out to hold more.
     """
 
     name: ClassVar[str] = ""
@@ -42,6 +44,7 @@ class Scorer:
     needs_future: ClassVar[bool] = False
     aligned: ClassVar[bool] = False
     kv_heads_only: ClassVar[bool] = False
+    protects_once: ClassVar[bool] = False
 
     @property
     def value_aware(self) -> bool:

@@ -44,6 +44,7 @@ class DefensiveKV(Scorer):
     default_budget: ClassVar[str] = "layer_global"
     aligned: ClassVar[bool] = True
     kv_heads_only: ClassVar[bool] = True
+    protects_once: ClassVar[bool] = True
 
     window: int = 32
     pool: Pooling = "avg"

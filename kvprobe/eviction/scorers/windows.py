@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.layer import Layer
+from kvprobe.eviction.scorers import settings
 from kvprobe_kernels import window_scores
 
 Pooling = Literal["avg", "max", "none"]
@@ -18,11 +19,15 @@ POOLINGS = ("avg", "max", "none")
 
 def check_window(scorer: Any) -> None:
     """Refuse a window, pooling or kernel that makes no sense."""
-    if not isinstance(scorer.window, int) or scorer.window < 1:
-        raise EvictionError(f"window={quote(scorer.window)}; allowed: a whole number ≥ 1")
+    settings.whole("window", scorer.window, 1)
     if scorer.pool not in POOLINGS:
         raise EvictionError(f"pool={quote(scorer.pool)}; allowed: {', '.join(POOLINGS)}")
-    if not isinstance(scorer.kernel, int) or scorer.kernel < 1 or scorer.kernel % 2 == 0:
+    if (
+        isinstance(scorer.kernel, bool)
+        or not isinstance(scorer.kernel, int)
+        or scorer.kernel < 1
+        or scorer.kernel % 2 == 0
+    ):
         raise EvictionError(f"kernel={quote(scorer.kernel)}; allowed: an odd whole number ≥ 1")
 
 
