@@ -71,7 +71,7 @@ def curves(policies, caches, seed=0):
     return pd.DataFrame(rows)
 
 
-def summary(rows, **more):
+def summary(table, **more):
     """What ``kvprobe evict`` would have printed for them."""
     about = {
         "model": "tiny/model",
@@ -82,7 +82,7 @@ def summary(rows, **more):
         "setting": "context",
         "semantics": "prefill-then-evict: question and answer tokens see what is left of the compressed part",
         "full": {"score": 0.9, "ci_low": 0.6, "ci_high": 0.99},
-        "rows": rows.to_dict("records"),
+        "rows": table.to_dict("records"),
         "pairs": [],
         "timings_s": {"total_s": 1.0},
         "peak_rss_mib": 100.0,

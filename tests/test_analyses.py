@@ -84,7 +84,7 @@ def test_scores_are_those_of_the_command(model, scores):
 def test_scores_figure_has_a_panel_a_setting_and_every_policy_once(scores):
     figure = script("analyses", "fig2_eviction_scores").plot(scores)
     assert [ax.get_title(loc="left").split(":")[0] for ax in figure.axes] == ["niah_single_1"] * 2
-    assert [text.get_text() for text in figure.legends[0].texts] == ["full cache", *SCORES["policies"]]
+    assert sorted(text.get_text() for text in figure.legends[0].texts) == sorted(["full cache", *SCORES["policies"]])
     for ax, setting in zip(figure.axes, ("context", "joint"), strict=True):
         drawn = {line.get_label(): line.get_ydata() for line in ax.lines}
         for policy in SCORES["policies"]:
@@ -166,22 +166,17 @@ def test_costs_figure_has_three_panels_with_the_tables_numbers(costs):
     for name, mine in ttft.groupby("contender"):
         assert np.allclose(lines[name], mine["own_ratio"].astype(float))
     for ax, part, scale in ((second, "decode", 1e3), (third, "chunked", 1.0)):
-        rows = costs[costs["part"] == part].sort_values("contender", kind="stable", key=_order(costs))
-        heights = [bar.get_height() for bar in ax.patches]
-        assert heights == pytest.approx((rows["seconds"] * scale).tolist())
+        rows = costs[costs["part"] == part]
+        names = list(dict.fromkeys(rows["contender"]))
+        wanted = [scale * value for name in names for value in rows.loc[rows["contender"] == name, "seconds"]]
+        assert [bar.get_height() for bar in ax.patches] == pytest.approx(wanted)
         assert len(ax.texts) == len(rows)
     assert "300 tokens, 40 % kept" in second.get_title(loc="left")
 
 
-def _order(costs):
-    """Bars are drawn contender by contender, in the table's order."""
-    names = list(dict.fromkeys(costs["contender"]))
-    return lambda column: column.map(names.index)
-
-
 def test_costs_main_writes_a_run_folder(folder, tmp_path, capsys):
     out = tmp_path / "run"
-    words = ["--ttft-tokens", "150", "--tokens", "150", "--batches", "1", "--chunks", "60,whole"]
+    words = ["--ttft-tokens", "150", "--tokens", "150", "--batches", "1", "--chunks", "80,whole"]
     words += ["--steps", "1", "--rounds", "1"]
     assert script("analyses", "fig3_efficiency").main([*words, "--model", str(folder), "--out", str(out)]) == 0
     manifest = _written(out, {"rows"}, "fig3_efficiency")
@@ -263,7 +258,7 @@ def test_a_pass_taken_apart_is_the_whole_pass(bench, model):
 
 
 def test_a_chunked_cache_of_another_size_does_not_pass_the_gate(bench, model, monkeypatch):
-    chunking = bench.Chunking(model, bench.text_ids(model, 120), 50, "0.5")
+    chunking = bench.Chunking(model, bench.text_ids(model, 120), 70, "0.5")
     chunking.gate()
     monkeypatch.setattr(chunking, "read", lambda which: chunking._whole()[0])
     with pytest.raises(AssertionError, match="hold"):

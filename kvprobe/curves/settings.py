@@ -57,10 +57,7 @@ class Settings:
             raise TaskError(f"no task {self.task!r}, must be one of {', '.join(tasks.names())}")
         if self.setting not in SETTINGS:
             raise TaskError(f"setting is {self.setting!r}, must be one of {', '.join(SETTINGS)}")
-        for name in ("chunk", "new_tokens"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise TaskError(f"{name} is {quote(value)}, must be a whole number of at least 1, or None")
+        _counts(self)
         if not self.policies or not self.caches:
             raise EvictionError("no policy or no cache ratio was given; allowed: one or more of each")
         for each in self.policies:
@@ -95,6 +92,13 @@ class Settings:
 def share(cache: str) -> Fraction:
     """The number that a cache ratio is written as, exactly."""
     return Fraction(str(cache))
+
+
+def _counts(settings: Settings) -> None:
+    for name in ("chunk", "new_tokens"):
+        value = getattr(settings, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise TaskError(f"{name} is {quote(value)}, must be a whole number of at least 1, or None")
 
 
 def _once(kind: str, given: Sequence[str], values: Sequence[Any]) -> None:

@@ -115,6 +115,7 @@ def _build(part: Any, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """An object of a part, and the settings that it took; an object given by the user takes none."""
     if not isinstance(part, type):
         return part, set()
+    name = getattr(part, "name", part.__name__)
     own = {each.name for each in fields(part)}
     taken = own & set(settings)
     try:
@@ -123,7 +124,7 @@ def _build(part: Any, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
         missing = sorted(each.name for each in fields(part) if each.name not in taken and _required(each))
         if not missing:
             raise
-        raise EvictionError(f"{part.name} needs {missing[0]}=…: {(part.__doc__ or '').splitlines()[0]}") from error
+        raise EvictionError(f"{name} needs {missing[0]}=…: {(part.__doc__ or '').splitlines()[0]}") from error
 
 
 def _required(each: Any) -> bool:

@@ -184,7 +184,7 @@ WIDE = [[1.0] * 5] * 3
     [
         ({"items": 0}, TaskError, "items is 0, must be a whole number of at least 1"),
         (
-            {"caches": ("0.2", "0.01")},
+            {"policies": policy("random"), "caches": ("0.2", "0.01")},
             TaskError,
             "cache 0.01 of 18 tokens is no entry at all, must be at least 0.05556",
         ),

@@ -26,9 +26,9 @@ def test_kernels_compile_without_spills(operation, arch):
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_a_spill_is_seen():
-    """Held to 32 registers, a tile of 128 × 128 cannot stay in them: the check must say so."""
+    """Held to 64 registers, a tile of 128 × 128 cannot stay in them: the check must say so."""
     cases = import_module("kvprobe_kernels.projected_norm.triton_impl").aot_cases()
     name, kernel, signature, constants, options = next(iter(cases))
-    used = triton_aot.compile_case((name, kernel, signature, constants, options | {"maxnreg": 32}), 90)
+    used = triton_aot.compile_case((name, kernel, signature, constants, options | {"maxnreg": 64}), 90)
     assert used.spilled > 0
-    assert used.registers <= 32
+    assert used.registers <= 64

@@ -35,9 +35,9 @@ def test_no_more_than_two_tiles(p, group, D, dtype):
 
 
 def test_the_peak_does_not_grow_with_n():
-    W_O = torch.randn(2, 64, 576)
+    W_O = torch.randn(1, 64, 576)
     extra = []
-    for n in (10000, 40000):
+    for n in (20000, 80000):
         V = torch.randn(1, n, 64)
         with Peak() as memory:
             norms = projected_norm(V, W_O)

@@ -1,41 +1,12 @@
 """Window scores of long prompts hold a bounded block of logits, never heads x window x keys."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from peak_memory import Peak
 
 from kvprobe_kernels import window_scores
 
 HEADS, WINDOW = 8, 32
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that results of operations hold at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.known = 0, 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given | self.known.keys():
-                self._hold(tensor.untyped_storage())
-        return out
-
-    def _hold(self, storage):
-        key, size = id(storage), storage.nbytes()
-        self.known[key] = weakref.ref(storage, lambda _: self._free(key, size))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _free(self, key, size):
-        del self.known[key]
-        self.live -= size
 
 
 def drawn(n, dtype=torch.float32):

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvprobe_kernels.precision import exact_products
 from kvprobe_kernels.projected_norm.factor import narrow
 
-# A thread's share of a tile, with the values it is made from, should stay in its core's L2 cache (1 to 2 MiB on current
+# A thread's share of a tile, with the values it is made from, should stay in its core's L2 cache (2 MiB on current
 # servers): reducing it then costs a seventh of the product, and from main memory more than the product. An accelerator
 # wants few large launches.
-CPU_THREAD_TILE_BYTES = 1 << 20
+CPU_THREAD_TILE_BYTES = 2 << 20
 ACCELERATOR_TILE_BYTES = 128 << 20
 # Wider outputs are cut: a tile of few rows does not pay for the product's own packing of the matrix.
 TILE_COLUMNS = 1024
