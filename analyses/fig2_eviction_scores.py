@@ -136,7 +136,8 @@ def _drawn(df: pd.DataFrame) -> Figure:
         "Task score against cache budget",
         f"{about['model']}, {plural(int(df['n'].max()), 'item')} a point, length {about['length']}, "
         f"seed {about['seed']}. The compressed part is prefilled exactly, then evicted.",
-        "Mean over items with its 95 % interval (t or BCa; Clopper–Pearson where all items agree), grey: whole cache. "
+        "Mean over items with its 95 % interval (t or BCa; Clopper–Pearson where all items agree); dotted: full cache, "
+        "grey its interval. "
         "Dashed and hollow: without the second stage. oracle knows the question and the answer.",
         handles,
         ncols=4,

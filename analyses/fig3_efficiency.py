@@ -184,8 +184,8 @@ def _drawn(df: pd.DataFrame) -> Figure:
     handles = _draw_selection(axes[0], ttft)
     handles |= _draw_bars(axes[1], decode, "batch", 1e3) | _draw_bars(axes[2], chunked, "chunk", 1.0)
     axes[0].set(title="Selection beside the prefill", xlabel="context tokens", ylabel="time on top")
-    axes[1].set(title=_title("One token", decode, about["decode_cache"]), xlabel="rows", ylabel="ms a step")
-    axes[2].set(title=_title("Prefill", chunked, about["chunk_cache"]), xlabel="tokens a chunk", ylabel="seconds")
+    axes[1].set(title=_title("Step behind", decode, about["decode_cache"]), xlabel="rows", ylabel="ms a step")
+    axes[2].set(title=_title("Prefill of", chunked, about["chunk_cache"]), xlabel="tokens a chunk", ylabel="seconds")
     headline(
         figure,
         "What eviction costs, and what it saves",
@@ -201,7 +201,7 @@ def _drawn(df: pd.DataFrame) -> Figure:
 
 
 def _title(what: str, rows: pd.DataFrame, cache: str) -> str:
-    return f"{what}, {int(rows['tokens'].max()):,} tokens, {100 * float(cache):g} % kept"
+    return f"{what} {int(rows['tokens'].max()):,} tokens, {100 * float(cache):g} % kept"
 
 
 def _draw_selection(ax: Axes, rows: pd.DataFrame) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, interval, progress, written
-from kvprobe.versions import versions
+from kvprobe.commands.console import console, interval, written
+from kvprobe.commands.running import Experiment
 
 if TYPE_CHECKING:
     from kvprobe.curves import Result, Settings
@@ -18,37 +17,11 @@ if TYPE_CHECKING:
 def evict(name: str, settings: Settings, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Result]:
     """Answer a task from every compressed cache; with ``out``, write tables, the figure and a manifest there."""
     from kvprobe import curves
-    from kvprobe.models import load
 
-    begun = time.perf_counter()
-    model = load(name)
-    curves.validate(model, settings)  # an earlier run's folder is not touched before the input is accepted
-    if out is None:
-        return _evict(model, settings, None, begun)
-    with records.run(out, command="evict", arguments=arguments, seed=settings.seed, model=name) as run:
-        return _evict(model, settings, run, begun)
+    def described(summary: dict[str, Any]) -> dict[str, Any]:
+        return asdict(settings) | {"policies": summary["policies"]}
 
-
-def _evict(model: Any, settings: Settings, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Result]:
-    from kvprobe import curves
-
-    loaded = time.perf_counter()
-    result = curves.run(model, settings, progress)
-    about = {"model": model.name, "dtype": model.meta["dtype"], "processing": model.report.processing}
-    summary = about | result.summary
-    summary["timings_s"] = {"load_s": loaded - begun} | result.summary["timings_s"]
-    if run is not None:
-        _write(run, result, summary)
-        run.update(
-            weight_processing=model.report.processing,
-            settings=asdict(settings) | {"policies": summary["policies"]},
-            semantics=summary["semantics"],
-        )
-    summary["timings_s"]["total_s"] = time.perf_counter() - begun
-    summary |= {"peak_rss_mib": records.peak_rss_mib(), "versions": versions()}
-    if run is not None:
-        run.json(summary, "summary.json")
-    return summary, result
+    return Experiment("evict", curves, settings, described, _write).perform(name, out, arguments)
 
 
 def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:

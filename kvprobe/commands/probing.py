@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, interval, progress, written
-from kvprobe.versions import versions
+from kvprobe.commands.console import console, interval, written
+from kvprobe.commands.running import Experiment
 
 if TYPE_CHECKING:
     from kvprobe.needles import Result, Settings
@@ -18,38 +17,8 @@ if TYPE_CHECKING:
 def niah(name: str, settings: Settings, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Result]:
     """Run the needle probe; with ``out``, write tables, figures and a manifest there."""
     from kvprobe import needles
-    from kvprobe.models import load
 
-    begun = time.perf_counter()
-    model = load(name)
-    needles.validate(model, settings)  # an earlier run's folder is not touched before the input is accepted
-    if out is None:
-        return _niah(model, settings, None, begun)
-    with records.run(out, command="niah", arguments=arguments, seed=settings.seed, model=name) as run:
-        return _niah(model, settings, run, begun)
-
-
-def _niah(model: Any, settings: Settings, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Result]:
-    from kvprobe import needles
-
-    loaded = time.perf_counter()
-    result = needles.run(model, settings, progress)
-    summary = {
-        "model": model.name,
-        "dtype": model.meta["dtype"],
-        "processing": model.report.processing,
-    } | result.summary
-    summary["timings_s"] = {"load_s": loaded - begun} | result.summary["timings_s"]
-    if run is not None:
-        drawn = time.perf_counter()
-        _write(run, result, summary)
-        run.update(weight_processing=model.report.processing, settings=asdict(settings), semantics=summary["semantics"])
-        summary["timings_s"]["write_s"] = time.perf_counter() - drawn
-    summary["timings_s"]["total_s"] = time.perf_counter() - begun
-    summary |= {"peak_rss_mib": records.peak_rss_mib(), "versions": versions()}
-    if run is not None:
-        run.json(summary, "summary.json")
-    return summary, result
+    return Experiment("niah", needles, settings, lambda _: asdict(settings), _write).perform(name, out, arguments)
 
 
 def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from kvprobe import tasks
 from kvprobe.errors import EvictionError, TaskError, quote
 from kvprobe.eviction import Policy, entries, policy
 from kvprobe.eviction.compose import settings_of
+from kvprobe.eviction.policy import ratio
 from kvprobe.tasks.items import Item
 
 SETTINGS = ("context", "joint")
@@ -91,7 +92,7 @@ class Settings:
 
 def share(cache: str) -> Fraction:
     """The number that a cache ratio is written as, exactly."""
-    return Fraction(str(cache))
+    return ratio(cache)
 
 
 def _counts(settings: Settings) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvprobe import inputs
-from kvprobe.curves.settings import Settings
+from kvprobe.curves.settings import Settings, share
 from kvprobe.errors import EvictionError, TaskError
 from kvprobe.eviction import Layer, Policy, Scored, entries
 from kvprobe.eviction.live import check as check_live
@@ -19,19 +19,19 @@ from kvprobe.twopart import LayerSpec
 def refuse(model: Any, settings: Settings, items: list[Item]) -> None:
     """Refuse what does not fit the items of a run; only their lengths and the policies' own rules are looked at.
 
-    Budgets shrink with the context and with the first chunk of it, so the smallest of them decides.
+    Budgets shrink with the share, the context and the first chunk of it, so the smallest of each decides.
     """
     n = min(compressed(settings, item) for item in items)
     seen = n if settings.chunk is None else min(n, settings.chunk)
+    cache = min(settings.caches, key=share)
     check_context(model, settings.policies, seen, future=1)
-    for policy in settings.policies:
-        if settings.chunk is not None:
+    if settings.chunk is not None:
+        for policy in settings.policies:
             check_live(policy)
-        scored = [_blank(model, policy, index, seen) for index in range(model.geometry.n_layers)]
-        for cache in settings.caches:
-            if entries(seen, cache) < 1:
-                raise TaskError(f"cache {cache} of {seen} tokens is no entry at all, must be at least {1 / seen:.4g}")
-            _fits(policy, scored, cache, settings.chunk)
+    if entries(seen, cache) < 1:
+        raise TaskError(f"cache {cache} of {seen} tokens is no entry at all, must be at least {1 / seen:.4g}")
+    for policy in settings.policies:
+        _fits(policy, [_blank(model, policy, index, seen) for index in range(model.geometry.n_layers)], cache, settings)
     for item in items:
         answer = len(item.answer_ids)
         inputs.check_length(model, len(item.prompt) - item.prompt.pad + max(answer, written(settings, answer)))
@@ -48,12 +48,12 @@ def written(settings: Settings, answer: int) -> int:
     return answer + 8 if settings.new_tokens is None else settings.new_tokens
 
 
-def _fits(policy: Policy, scored: list[Scored], cache: str, chunk: int | None) -> None:
+def _fits(policy: Policy, scored: list[Scored], cache: str, settings: Settings) -> None:
     """Let the policy choose from a context that is all alike: what it refuses there, it refuses by size alone."""
     try:
         policy.choose(scored, cache)
     except EvictionError as error:
-        where = f"cache {cache}" if chunk is None else f"cache {cache}, first chunk"
+        where = f"cache {cache}" if settings.chunk is None else f"cache {cache}, first chunk"
         raise EvictionError(f"{where}: {error}") from None
 
 

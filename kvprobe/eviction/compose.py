@@ -30,8 +30,8 @@ def policy(name: str | Scorer = "snapkv", **options: Any) -> Policy:
         ``"two_stage"`` on SnapKV, ``"duo"`` on streaming heads.
     **options
         ``scorer=``, ``budget=``, ``selector=`` by name or object; ``granularity=``, ``seed=``; ``preset=`` (``"paper"``
-        or ``"released"``: the window and pooling); and the settings of the parts, each sent to the part that has it:
-        ``window=32, pool="max", kernel=7, alpha=0.5, epsilon=1e-4, safeguard=0.2, …``.
+        or ``"released"``: window and pooling of scorers that pool); and the settings of the parts, each sent to the
+        part that has it: ``window=32, pool="max", kernel=7, alpha=0.5, epsilon=1e-4, safeguard=0.2, …``.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def policy(name: str | Scorer = "snapkv", **options: Any) -> Policy:
     chosen = _chosen(name, options)
     built, used = {}, set()
     for kind, part in chosen.items():
-        built[kind], taken = _build(part, preset | options)
+        built[kind], taken = _build(part, preset, options)
         used |= taken
     if unknown := sorted(set(options) - used):
         raise EvictionError(
@@ -111,15 +111,16 @@ def _names() -> str:
     return "; ".join(f"{kind}s {', '.join(known)}" for kind, known in KINDS.items())
 
 
-def _build(part: Any, settings: Mapping[str, Any]) -> tuple[Any, set[str]]:
+def _build(part: Any, preset: dict[str, Any], given: dict[str, Any]) -> tuple[Any, set[str]]:
     """An object of a part, and the settings that it took; an object given by the user takes none."""
     if not isinstance(part, type):
         return part, set()
     name = getattr(part, "name", part.__name__)
     own = {each.name for each in fields(part)}
-    taken = own & set(settings)
+    taken = own & set(given)
+    settings = (preset if own >= set(preset) else {}) | given
     try:
-        return part(**{name: settings[name] for name in taken}), taken
+        return part(**{key: value for key, value in settings.items() if key in own}), taken
     except TypeError as error:
         missing = sorted(each.name for each in fields(part) if each.name not in taken and _required(each))
         if not missing:

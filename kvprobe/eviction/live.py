@@ -27,6 +27,9 @@ from kvprobe.receipts import Receipt, Step, collect
 from kvprobe.rotary import Rotary
 from kvprobe.twopart import LayerSpec
 
+EQUAL = ("uniform", "pyramid")
+"""Budgets that are equal within a layer."""
+
 
 class LiveCache:
     """Keys and values of every token fed so far, and which of them each kv head still holds.
@@ -204,6 +207,11 @@ def check(policy: Policy) -> None:
         raise EvictionError(
             f"{policy.scorer.name} compares heads position by position, and after an eviction they hold different "
             "entries; allowed: prefill-then-evict"
+        )
+    if policy.scorer.one_set and (policy.selector.name != "topk" or policy.budget.name not in EQUAL):
+        raise EvictionError(
+            f"{policy.scorer.name} scores all heads alike, and under {policy.name} their entries come to differ; "
+            f"allowed: budgets {', '.join(EQUAL)} with topk"
         )
     if policy.scorer.needs_future:
         raise EvictionError(f"{policy.scorer.name} knows what comes after; allowed: prefill-then-evict")

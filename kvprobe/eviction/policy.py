@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -20,6 +21,7 @@ from kvprobe.eviction.scorers.base import Scorer
 from kvprobe.eviction.selectors import Scored, Selector, TopK
 
 GRANULARITIES = ("kv_head", "query_head")
+EXPONENT = re.compile(r"[eE][-+]?\d{3,}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Policy:
 
     def _fits(self, base: int, length: int, reserved: Sequence[Tensor]) -> None:
         most = max(int(each.sum(-1).max()) for each in reserved)
-        if base < max(most, 1):
+        if self.budget.shares_base and base < max(most, 1):
             raise EvictionError(
                 f"{base} of {length} entries are fewer than the {max(most, 1)} that {self.name} always keeps; "
                 f"allowed: a cache ratio of at least {max(most, 1) / length:.4g}"
@@ -172,13 +174,20 @@ class Policy:
 
 def entries(n: int, cache_ratio: Any) -> int:
     """⌊n · cache_ratio⌋, exactly: 0.1 means one tenth (float products would lose an entry here and there)."""
+    return int(ratio(cache_ratio) * n)
+
+
+def ratio(cache_ratio: Any) -> Fraction:
+    """A share to keep, 0 < share ≤ 1, exactly as it is written: a number, a Fraction, or text such as 0.1 or 1/10."""
+    text = str(cache_ratio).strip()
     try:
-        share = Fraction(str(cache_ratio))
+        # An exponent without end (1e-999999999) would be written out in full before it could be compared.
+        share = Fraction(0) if EXPONENT.search(text) else Fraction(text)
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
-    if not 0 < share <= 1:
+    if isinstance(cache_ratio, bool) or not 0 < share <= 1:
         raise EvictionError(f"cache ratio {quote(cache_ratio)}; allowed: a share to keep, 0 < ratio ≤ 1")
-    return int(share * n)
+    return share
 
 
 def _settings(part: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def test_presets_and_settings_go_where_they_belong():
     assert eviction.policy("snapkv", preset="paper") == eviction.policy("snapkv")
     assert eviction.policy("snapkv", preset="released", kernel=9).scorer.kernel == 9
     assert eviction.policy("knorm", preset="released") == eviction.policy("knorm")
+    assert eviction.policy("h2o_256", preset="released").scorer.window == 256
     assert settings_of("adakv+two_stage") == {
         *("window", "pool", "kernel", "safeguard", "alpha", "epsilon", "p", "group", "centred")
     }

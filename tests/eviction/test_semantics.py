@@ -203,7 +203,7 @@ def run(model, policy, **options):
             {"chunked": Chunked(9)},
             "a cache holds kv heads, not query heads",
         ),
-        (eviction.policy("tova+two_stage"), {"chunked": Chunked(8)}, "tova averages one row over all heads"),
+        (eviction.policy("tova+two_stage"), {"chunked": Chunked(8)}, "tova scores all heads alike, and under tova"),
         (eviction.policy("snapkv"), {}, "looks at the last 32 queries and the context has 20 tokens"),
         (eviction.policy("snapkv", window=12), {}, "10 of 20 entries are fewer than the 12 that snapkv always keeps"),
         (eviction.policy("snapkv", window=4), {"chunked": Chunked(4)}, "2 of 4 entries are fewer than the 4"),

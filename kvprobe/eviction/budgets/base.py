@@ -74,10 +74,22 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Budget:
-    """Base of all budgets: subclass it, set ``name``, write ``allocate``."""
+    """Base of all budgets: subclass it, set ``name``, write ``allocate``.
+
+    Attributes
+    ----------
+    name
+        The name that :func:`kvprobe.eviction.policy` knows it by.
+    needs_attention
+        Compares scores between heads: they must be attention masses.
+    shares_base
+        The total follows from b; where it does not (DuoAttention's follows from the number of streaming heads), b may
+        be smaller than what a set always keeps.
+    """
 
     name: ClassVar[str] = ""
     needs_attention: ClassVar[bool] = False
+    shares_base: ClassVar[bool] = True
 
     def allocate(self, request: Request) -> Allocation:
         """Share ``base`` · J · L entries out; every budget lies between the set's reserved and its present entries."""

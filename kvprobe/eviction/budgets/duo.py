@@ -35,6 +35,7 @@ class Duo(Budget):
     """
 
     name: ClassVar[str] = "duo"
+    shares_base: ClassVar[bool] = False
 
     gates: Any
     ratio: float | None = None

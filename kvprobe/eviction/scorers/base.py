@@ -35,6 +35,8 @@ class Scorer:
         Has no meaning for a query head by itself.
     protects_once
         ``protected`` counts at the average budget b, and does not grow where a set turns out to hold more.
+    one_set
+        Scores all heads of a layer alike: a cache that was evicted before must hold the same entries on all of them.
     """
 
     name: ClassVar[str] = ""
@@ -45,6 +47,7 @@ class Scorer:
     aligned: ClassVar[bool] = False
     kv_heads_only: ClassVar[bool] = False
     protects_once: ClassVar[bool] = False
+    one_set: ClassVar[bool] = False
 
     @property
     def value_aware(self) -> bool:

@@ -22,6 +22,7 @@ class TOVA(Scorer):
     """
 
     name: ClassVar[str] = "tova"
+    one_set: ClassVar[bool] = True
 
     def rows(self, n: int) -> int:
         """See :class:`Scorer`."""
