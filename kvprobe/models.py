@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,8 +83,12 @@ class Model:
 
     def w_o(self, layer: int) -> Tensor:
         """W_O of one layer as a view, [H, d, D]."""
-        module = engine.attention_modules(self.twin, self.geometry.n_layers)[layer]
-        return engine.output_weights(module, self.geometry.n_heads)
+        return engine.output_weights(self._attention[layer], self.geometry.n_heads)
+
+    @cached_property
+    def _attention(self) -> Sequence[Any]:
+        """The modules that own the output projections: finding them walks the whole model."""
+        return engine.attention_modules(self.twin, self.geometry.n_layers)
 
     def scene(self, prompt: Any, suffix: int | None = None) -> Scene:
         """What a plan must know of this model and a prompt."""

@@ -20,7 +20,7 @@ from torch import Tensor
 import kvprobe as kp
 from kvprobe import engine
 from kvprobe.eviction import Choice, KeepMask, Measured, PackedCache, Policy, chunked_prefill, compact, measure
-from kvprobe.eviction.measure import Watch
+from kvprobe.eviction.measuring import Watch
 
 TASK = "niah_single_1"
 CACHE = "0.4"
@@ -211,23 +211,23 @@ class Chunking:
 
 
 def run(
-    model: Any, length: int = 1500, tokens: int = 4096, rounds: int = 7
+    model: Any, short: int = 1500, tokens: int = 4096, rounds: int = 5
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Correctness gates, then ratios and the seconds behind them."""
+    """Correctness gates, then ratios and the seconds behind them; selection at a short context and at a long one."""
     ratios, measured = {}, {}
-    ids = text_ids(model, length)
-    for norm in (1, 2):
-        selection = Selection(model, ids, kp.eviction.policy("snapkv+two_stage", p=norm))
-        selection.gate()
-        found = selection.rounds(rounds)
-        ratios[f"selection_over_prefill_l{norm}"] = _median([row["own_s"] / row["rest_s"] for row in found])
-        difference = _median([row["whole_s"] / row["prefill_s"] - 1 for row in found])
-        measured |= {
-            f"selection_l{norm}_s": _median([row["own_s"] for row in found]),
-            f"selection_l{norm}_prefill_s": _median([row["prefill_s"] for row in found]),
-            f"selection_l{norm}_difference": difference,
-        }
-    measured["selection_tokens"] = len(ids)
+    for length, name, count in ((tokens, "", max(1, rounds // 2)), (short, "_short", rounds)):
+        for norm in (1, 2):
+            selection = Selection(model, text_ids(model, length), kp.eviction.policy("snapkv+two_stage", p=norm))
+            selection.gate()
+            found = selection.rounds(count)
+            label = f"l{norm}{name}"
+            ratios[f"selection_over_prefill_{label}"] = _median([row["own_s"] / row["rest_s"] for row in found])
+            measured |= {
+                f"selection_{label}_s": _median([row["own_s"] for row in found]),
+                f"selection_{label}_prefill_s": _median([row["prefill_s"] for row in found]),
+                f"selection_{label}_difference": _median([row["whole_s"] / row["prefill_s"] - 1 for row in found]),
+            }
+    measured |= {"selection_tokens": tokens, "selection_short_tokens": short}
     for batch, name in ((1, ""), (4, "_batch4")):
         decoding = Decoding(model, tokens, batch, kp.eviction.policy("snapkv+two_stage"))
         measured[f"compacted_decode{name}_max_abs_diff"] = decoding.gate()

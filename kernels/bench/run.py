@@ -1,6 +1,6 @@
 """All benchmarks: correctness first, then ratios measured in one run. The last line of stdout is JSON.
 
-``python kernels/bench/run.py [--skip-memory]``; under six minutes on two cores.
+``python kernels/bench/run.py [--skip-memory]``; about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 import time
 
 import ablation
+import eviction
 import observing
+import projected_norms
 import torch
 
 import kvprobe as kp
@@ -26,6 +28,17 @@ BARS = {
     "prefill_over_hf": (1.15, None, False),
     "span_stats_over_prefill": (0.5, None, False),
     "peak_over_hf": (1.5, None, False),
+    "projected_norm_speedup_2k": (1.5, None, True),
+    "projected_norm_speedup_32k": (2.5, None, True),
+    "projected_norm_l2_over_l1": (None, None, False),
+    # A policy that scores, norms and selects in two stages, over the rest of the same pass: at 4,096 tokens, and at
+    # 1,500, where the fixed cost of small operations weighs more (no bar; 0.14 and 0.08 were measured).
+    "selection_over_prefill_l1": (0.12, None, False),
+    "selection_over_prefill_l2": (0.04, None, False),
+    "selection_over_prefill_l1_short": (None, None, False),
+    "selection_over_prefill_l2_short": (None, None, False),
+    "compacted_decode_speedup": (1, None, True),
+    "compacted_decode_speedup_batch4": (1, None, True),
 }
 
 
@@ -36,7 +49,8 @@ def main() -> int:
     if "--skip-memory" not in sys.argv:
         _add(ratios, measured, observing.memory())
     model = kp.load()
-    for part in (ablation.run, observing.run):
+    _add(ratios, measured, projected_norms.run())
+    for part in (ablation.run, observing.run, eviction.run):
         _add(ratios, measured, part(model))
     missed = [name for name, value in ratios.items() if not _holds(name, value)]
     for name, value in ratios.items():

@@ -11,7 +11,7 @@ from kvprobe import tasks
 from kvprobe.errors import EvictionError, TaskError, quote
 from kvprobe.eviction import Policy, entries, policy
 from kvprobe.eviction.compose import settings_of
-from kvprobe.eviction.policy import ratio
+from kvprobe.eviction.policies import ratio
 from kvprobe.tasks.items import Item
 
 SETTINGS = ("context", "joint")

@@ -11,7 +11,7 @@ from kvprobe.curves.settings import Settings, share
 from kvprobe.errors import EvictionError, TaskError
 from kvprobe.eviction import Layer, Policy, Scored, entries
 from kvprobe.eviction.live import check as check_live
-from kvprobe.eviction.measure import check as check_context
+from kvprobe.eviction.measuring import check as check_context
 from kvprobe.tasks.items import Item
 from kvprobe.twopart import LayerSpec
 

@@ -15,8 +15,8 @@ from kvprobe.eviction.compaction import Compacted, compact, continue_from
 from kvprobe.eviction.compose import policy
 from kvprobe.eviction.layer import Layer
 from kvprobe.eviction.live import LiveCache, PackedCache
-from kvprobe.eviction.measure import Measured, measure
-from kvprobe.eviction.policy import Choice, Policy, entries
+from kvprobe.eviction.measuring import Measured, measure
+from kvprobe.eviction.policies import Choice, Policy, entries
 from kvprobe.eviction.scorers import SCORERS
 from kvprobe.eviction.scorers.base import Scorer
 from kvprobe.eviction.selectors import SELECTORS, Scored, Selector, TopK, TwoStage

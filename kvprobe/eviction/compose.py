@@ -8,7 +8,7 @@ from typing import Any
 
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.budgets import BUDGETS
-from kvprobe.eviction.policy import Policy
+from kvprobe.eviction.policies import Policy
 from kvprobe.eviction.scorers import SCORERS
 from kvprobe.eviction.scorers.base import Scorer
 from kvprobe.eviction.selectors import SELECTORS

@@ -51,6 +51,8 @@ class Layer:
         The model's rotation, for scorers that asked for it (``needs_rotary``).
     granularity
         What one kept set belongs to: a kv head, or a query head.
+    untouched
+        Known to be whole, so that nothing need be looked up.
     """
 
     index: int
@@ -66,6 +68,7 @@ class Layer:
     rotary: Rotary | None = None
     granularity: Granularity = "kv_head"
     seed: int = 0
+    untouched: bool = False
 
     @property
     def n(self) -> int:
@@ -100,12 +103,12 @@ class Layer:
     @cached_property
     def ragged(self) -> bool:
         """Whether some head has pads."""
-        return not bool(self.alive.all())
+        return not self.untouched and not bool(self.alive.all())
 
     @cached_property
     def whole(self) -> bool:
         """Whether entry i is token i on every head: nothing was evicted before."""
-        return self.n == self.length and not self.ragged
+        return self.untouched or (self.n == self.length and not self.ragged)
 
     def rows(self, count: int) -> Tensor:
         """Rotated queries of the last ``count`` tokens, [H, count, d]."""

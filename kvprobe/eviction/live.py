@@ -20,7 +20,7 @@ from kvprobe.attention import Run
 from kvprobe.engine import Prefix
 from kvprobe.errors import EvictionError
 from kvprobe.eviction.layer import Layer
-from kvprobe.eviction.policy import Choice, Policy
+from kvprobe.eviction.policies import Choice, Policy
 from kvprobe.interventions.keep import Evicted
 from kvprobe.interventions.plan import ArmBias, Plan, Rows
 from kvprobe.receipts import Receipt, Step, collect
@@ -78,7 +78,8 @@ class LiveCache:
         """
         plan = self._plan()
         prefix = self.layers or None
-        run = Run(prefix, self.length, plan.layers, capture=torch.arange(len(ids)))
+        wanted = min(len(ids), self.policy.scorer.rows(self.length + len(ids)))
+        run = Run(prefix, self.length, plan.layers, capture=torch.arange(len(ids) - wanted, len(ids)))
         cache = engine.new_cache()
         logits = engine.forward(self.model.twin, ids[None], run, cache, rows)[0]
         self._verify(plan, run, len(ids))

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvprobe import engine, inputs
 from kvprobe.errors import EvictionError
 from kvprobe.eviction.live import LiveCache, PackedCache
-from kvprobe.eviction.measure import check as check_context
-from kvprobe.eviction.measure import context_ids
-from kvprobe.eviction.policy import Policy, entries
+from kvprobe.eviction.measuring import check as check_context
+from kvprobe.eviction.measuring import context_ids
+from kvprobe.eviction.policies import Policy, entries
 from kvprobe.receipts import Receipt
 
 

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kvprobe_kernels.dispatch import KernelError
 
+COPY_BYTES = 4 << 20
+"""Bytes of W_O that are copied to float64 at a time."""
+
 
 def narrow(W_O: Tensor, centre: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Narrow matrix, centre and remainder that give the same 2-norms as ``W_O`` and ``centre``, float64.
@@ -44,8 +47,9 @@ def narrow(W_O: Tensor, centre: Tensor | None) -> tuple[Tensor, Tensor | None, T
     Derived for kvprobe.
     """
     if centre is None:
-        # Head by head: a float64 copy of one head at a time.
-        return _gram_factor(torch.stack([w @ w.mT for w in map(Tensor.double, W_O)])), None, None
+        # A few heads at a time: one float64 product for them, and no float64 copy of a large matrix.
+        parts = [_gram(part.double()) for part in W_O.split(max(1, COPY_BYTES // (8 * W_O[0].numel())))]
+        return _gram_factor(parts[0] if len(parts) == 1 else torch.cat(parts)), None, None
     W = W_O.double()
     if not bool(W.isfinite().all()):
         raise _not_finite()
@@ -54,6 +58,10 @@ def narrow(W_O: Tensor, centre: Tensor | None) -> tuple[Tensor, Tensor | None, T
     t = c @ Q
     rest = c - t @ Q.mT
     return R.mT, t.squeeze(-2), torch.linalg.vector_norm(rest.squeeze(-2), dim=-1)
+
+
+def _gram(W: Tensor) -> Tensor:
+    return torch.bmm(W, W.mT)
 
 
 def _gram_factor(G: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ def projected_norm(V: Tensor, W_O: Tensor, p: int, group: str, centre: Tensor | 
     """
     dtype = torch.promote_types(torch.promote_types(V.dtype, W_O.dtype), torch.float32)
     rest = None
+    if p == 2 and centre is None:
+        with exact_products(V.device.type):
+            return _two_norms(V, narrow(W_O, None)[0].to(dtype), group)
     if p == 2:
         W_O, centre, rest = narrow(W_O, centre)
     H, K, n = W_O.shape[0], V.shape[-3], V.shape[-2]
@@ -48,12 +51,31 @@ def projected_norm(V: Tensor, W_O: Tensor, p: int, group: str, centre: Tensor | 
     return norms.div_(G) if group == "mean" else norms
 
 
+def _two_norms(V: Tensor, L: Tensor, group: str) -> Tensor:
+    """‖V L‖₂ for the narrow matrices L ``[H, d, d]``: the heads of a group side by side in one product."""
+    *lead, K, n, d = V.shape
+    G = L.shape[0] // K
+    side = L.view(K, G, d, d).transpose(1, 2).reshape(K, d, G * d)
+    norms = V.new_empty((*lead, K, n, G), dtype=L.dtype)
+    step = min(n, max(1, _budget(V.device) // (G * d * L.dtype.itemsize)))
+    tile = V.new_empty(step, G * d, dtype=L.dtype)
+    for b in product(*map(range, (*lead, K))):
+        for start in range(0, n, step):
+            x = V[b][start : start + step].to(L.dtype)
+            y = torch.mm(x, side[b[-1]], out=tile[: x.shape[0]]).view(-1, G, d)
+            norms[b][start : start + step] = torch.linalg.vector_norm(y, dim=-1)
+    return norms.mean(-1) if group == "mean" else norms.mT.reshape(*lead, K * G, n)
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes of a tile."""
+    return CPU_THREAD_TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else ACCELERATOR_TILE_BYTES
+
+
 def _tile(n: int, d: int, D: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for a tile, ``[rows, columns]`` in the result's dtype."""
-    on_cpu = device.type == "cpu"
-    budget = CPU_THREAD_TILE_BYTES * torch.get_num_threads() if on_cpu else ACCELERATOR_TILE_BYTES
     columns = ceil(D / ceil(D / TILE_COLUMNS))
-    most = max(1, budget // ((d + columns) * dtype.itemsize))
+    most = max(1, _budget(device) // ((d + columns) * dtype.itemsize))
     rows = ceil(n / ceil(n / most))
     return torch.empty(rows, columns, dtype=dtype, device=device)
 

@@ -111,7 +111,7 @@ class Policy:
         EvictionError
             The context is too short for the policy, or the ratio leaves less than it must keep.
         """
-        from kvprobe.eviction.measure import measure
+        from kvprobe.eviction.measuring import measure
 
         return self.choose(measure(model, prompt_ids, [self], future=future).scored(self), cache_ratio).keep
 
@@ -148,10 +148,12 @@ class Policy:
     def score(self, layer: Layer) -> Scored:
         """Let the scorer look at one layer."""
         raw = self.scorer.score(layer)
-        alive = layer.alive if layer.granularity == "kv_head" else layer.alive.repeat_interleave(layer.group, 0)
-        scores = layer.per_set(raw.float()).masked_fill(~alive, -torch.inf)
-        if bool(torch.isnan(scores).any()):
+        scores = layer.per_set(raw.float())
+        if bool(scores.sum().isnan()):
             raise EvictionError(f"{self.scorer.name} gave NaN on layer {layer.index}; allowed: finite scores")
+        if layer.ragged:
+            alive = layer.alive if layer.n_sets == layer.n_kv_heads else layer.alive.repeat_interleave(layer.group, 0)
+            scores = scores.masked_fill(~alive, -torch.inf)
         if not self.selector.needs_heads:
             return Scored(layer, scores)
         heads = self.scorer.score(layer.at_query_heads()).float()

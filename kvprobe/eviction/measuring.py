@@ -13,7 +13,7 @@ from kvprobe import engine, inputs
 from kvprobe.engine import Prefix
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.layer import Layer
-from kvprobe.eviction.policy import Policy
+from kvprobe.eviction.policies import Policy
 from kvprobe.eviction.selectors import Scored
 from kvprobe.rotary import Rotary
 from kvprobe.twopart import LayerSpec
@@ -128,6 +128,7 @@ class Watch:
         self.policies = {_key(policy): policy for policy in policies}
         self.rotary = Rotary.of(model) if any(p.scorer.needs_rotary for p in policies) else None
         self.seen: dict[Any, list[Scored]] = {key: [] for key in self.policies}
+        self.positions: Tensor | None = None
 
     def __call__(self, index: int, query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec) -> None:
         """Take one layer's tensors [1, ·, n, d] as the attention is about to use them."""
@@ -142,7 +143,8 @@ class Watch:
 
     def _layer(self, policy: Policy, index: int, query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec) -> Layer:
         n, rows = self.n, policy.scorer.rows(self.n)
-        positions = torch.arange(n, device=key.device).expand(key.shape[1], -1)
+        if self.positions is None or self.positions.device != key.device:
+            self.positions = torch.arange(n, device=key.device).expand(key.shape[1], -1)
         return Layer(
             index,
             self.model.geometry.n_layers,
@@ -151,10 +153,11 @@ class Watch:
             self.model.w_o(index),
             query[0, :, n - rows : n],
             spec,
-            positions,
+            self.positions,
             n,
             query[0, :, n:] if policy.scorer.needs_future else None,
             self.rotary if policy.scorer.needs_rotary else None,
             policy.granularity,
             policy.seed,
+            untouched=True,
         )
