@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,7 @@ class KeyBias(Protocol):
         ...
 
     def at(self, positions: Tensor) -> Tensor:
-        """Bias [H or 1, t, C] ≤ 0 for queries at these absolute positions."""
+        """Bias [H or 1, t or 1, C] ≤ 0 for queries at these absolute positions; 1 where they are all alike."""
         ...
 
 
@@ -196,20 +197,36 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Side:
-    """Where a chunk's biases fall in one part of the logits: index [b, C], bias [b, K, G, t, C], real [b, C]."""
+    """Where a chunk's biases fall in one part of the logits: index [b, C], bias [b, K, G, t or 1, C], real [b, C]."""
 
     index: Tensor
     bias: Tensor
     real: Tensor
 
+    @cached_property
+    def loss(self) -> Tensor:
+        """What a weight of 1 loses, 1 − e^bias; 0 for the columns that only pad."""
+        return torch.expm1(self.bias).neg_() * self.real[:, None, None, None]
+
+    @cached_property
+    def met(self) -> Tensor:
+        """Boolean: cells with a bias, pads not counted."""
+        return (self.bias < 0) & self.real[:, None, None, None]
+
+    @cached_property
+    def dead(self) -> Tensor:
+        """1 where the bias is −∞, else 0."""
+        return (self.bias == -torch.inf).to(self.bias.dtype)
+
     @classmethod
-    def build(cls, columns: list[Tensor], values: list[Tensor], heads: tuple[int, int], t: int) -> _Side | None:
+    def build(cls, columns: list[Tensor], values: list[Tensor], heads: tuple[int, int]) -> _Side | None:
         """Pad arms to one width by repeating their last column with its own bias, so that equal writes coincide."""
         width = max(part.numel() for part in columns)
         if width == 0:
             return None
         index = torch.zeros(len(columns), width, dtype=torch.int64, device=columns[0].device)
         real = torch.zeros(index.shape, dtype=torch.bool, device=index.device)
+        t = max(value.shape[1] for value in values if value.dim() > 1)
         bias = torch.zeros(len(columns), heads[0] * heads[1], t, width, device=index.device)
         for arm, (part, value) in enumerate(zip(columns, values, strict=True)):
             if part.numel():
@@ -263,8 +280,7 @@ class ChunkBias:
             for side, chosen, origin in (("far", at < prefix_length, low), ("near", at >= prefix_length, near_low)):
                 columns[side][arm] = at[reach & chosen] - origin
                 values[side][arm] = every[..., reach & chosen]
-        t = len(positions)
-        sides = [_Side.build(columns[side], values[side], heads, t) for side in ("far", "near")]
+        sides = [_Side.build(columns[side], values[side], heads) for side in ("far", "near")]
         return cls(sides[0], sides[1], arms)
 
     def _pairs(self, far: Tensor | None, near: Tensor) -> list[tuple[_Side, Tensor]]:
@@ -280,22 +296,21 @@ class ChunkBias:
         for side, part in self._pairs(far, near):
             raw = side.at(part)
             side.add(part, raw)
-            landed = (side.bias < 0) & (side.at(part) == raw + side.bias)  # read back: what was not written is not met
-            met.append((raw.masked_fill(~side.real[:, None, None, None], -torch.inf), side.bias, landed))
+            landed = side.at(part) == raw + side.bias  # read back: what was not written is not met
+            met.append((raw, side.loss, landed.logical_and_(side.met)))
         peak = near.new_full(near.shape[:-1], -torch.inf)
         for raw, _, _ in met:
             peak = torch.maximum(peak, raw.amax(-1))
         peak = peak.masked_fill(peak == -torch.inf, 0.0)
         lost, cells = torch.zeros_like(peak), torch.zeros(self.arms, dtype=torch.int64, device=near.device)
-        for raw, bias, landed in met:
-            cells += ((raw > -torch.inf) & landed).flatten(1).sum(1)
-            lost = lost - ((raw - peak[..., None]).exp() * torch.expm1(bias)).sum(-1)
+        for raw, loss, landed in met:
+            cells += torch.count_nonzero(landed.logical_and_(raw > -torch.inf).flatten(1), 1)
+            lost = lost + raw.sub_(peak[..., None]).exp_().mul_(loss).sum(-1)
         return peak, lost, cells
 
     def dead_weight(self, far: Tensor | None, near: Tensor) -> Tensor:
         """Largest weight on a key with bias −∞, per arm [b]."""
         worst = near.new_zeros(self.arms)
         for side, part in self._pairs(far, near):
-            dead = side.at(part).abs() * (side.bias == -torch.inf)
-            worst = torch.maximum(worst, dead.flatten(1).amax(1))
+            worst = torch.maximum(worst, side.at(part).abs_().mul_(side.dead).flatten(1).amax(1))
         return worst

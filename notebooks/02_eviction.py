@@ -14,11 +14,14 @@
 # %% [markdown]
 # # What a compressed cache forgets
 #
-# An eviction policy keeps some entries of the KV cache and drops the others. Here we look inside one: which heads still
-# hold the needle, what the model answers from what is left, and whether the theory that motivates the policy says
-# what happens. The context is compressed *before* the question is known, as in the papers.
+# An eviction policy keeps some entries of the KV cache and drops the others. Here we look inside one: which heads
+# still hold the needle, what the model answers from what is left, and whether the theory that motivates the policy
+# says what happens. The context is compressed *before* the question is known, as in the papers.
 
 # %%
+from dataclasses import dataclass
+from typing import ClassVar
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
@@ -53,8 +56,8 @@ for name in ("knorm+two_stage", "random+adakv"):
 # %% [markdown]
 # ## One prefill, every policy
 #
-# `measure` prefills the context once and lets every scorer look at each layer as it passes. `choose` then gives the kept
-# set of every head at any size.
+# `measure` prefills the context once and lets every scorer look at each layer as it passes. `choose` then gives the
+# kept set of every head at any size.
 
 # %%
 oracle = kp.eviction.policy("oracle")
@@ -74,8 +77,8 @@ rows = [
 display(pd.DataFrame(rows).round(3))
 
 # %% [markdown]
-# The oracle has read the question and the answer: its scores are their attention. Everybody else has to guess. Which heads
-# still hold the needle?
+# The oracle has read the question and the answer: its scores are their attention. Everybody else has to guess. Which
+# heads still hold the needle?
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9.8, 2.6), sharey=True, layout="constrained")
@@ -90,8 +93,8 @@ plt.show()
 # %% [markdown]
 # ## The answer, from exactly what is left
 #
-# `KeepMask` adds −∞ to the logits of everything evicted, per layer and kv head: later queries attend as if those entries
-# had never been cached. Each run carries a receipt. All arms share one prefill.
+# `KeepMask` adds −∞ to the logits of everything evicted, per layer and kv head: later queries attend as if those
+# entries had never been cached. Each run carries a receipt. All arms share one prefill.
 
 # %%
 sizes = [0.1, 0.2, 0.4, 0.6, 0.8]
@@ -136,9 +139,10 @@ plt.show()
 # ## What the theory says about the same sets
 #
 # For every head: the exact perturbation L of evicting what a policy drops, the centred bound θ_c and Theorem 3.3's θ.
-# Always L ≤ θ_c ≤ θ. The second stage is built to lower θ for the attention row that the policy saw (the mean row of its
-# window). We look at that row and at the row that matters, the first token of the question; and at two pairs of policies:
-# the published one, and one without what the derivation leaves out (no pooling, ε = 0, a set for each query head).
+# Always L ≤ θ_c ≤ θ. The second stage is built to lower θ for the attention row that the policy saw (the mean row of
+# its window). We look at that row and at the row that matters, the first token of the question; and at two pairs of
+# policies: the published one, and one without what the derivation leaves out (no pooling, ε = 0, a set for each query
+# head).
 
 # %%
 policy = kp.eviction.policy
@@ -188,10 +192,10 @@ print("share of heads where the second stage is lower:")
 display(share.round(2))
 
 # %% [markdown]
-# As derived, on its own row, the second stage does what it promises. ε = 1e-4 alone undoes much of it here: beside a mean
-# weight of 1/838 it decides the tail by value norm alone. Pooling and another query take the rest. θ falling is also
-# not L falling: top-k minimises the evicted mass itself. This is one item of one small model; the bound audits measure it
-# over documents.
+# As derived, on its own row, the second stage does what it promises. ε = 1e-4 alone undoes much of it here: beside a
+# mean weight of 1/838 it decides the tail by value norm alone. Pooling and another query take the rest. θ falling is
+# also not L falling: top-k minimises the evicted mass itself. This is one item of one small model; the bound audits
+# measure it over documents.
 
 # %%
 fig, ax = plt.subplots(figsize=(4.2, 3.6), layout="constrained")
@@ -207,7 +211,8 @@ plt.show()
 # %% [markdown]
 # ## Smaller, and the same
 #
-# With equal budgets inside a layer the evicted entries can really be dropped. The logits agree with those under the mask.
+# With equal budgets inside a layer the evicted entries can really be dropped. The logits agree with those under the
+# mask.
 
 # %%
 keep = kept["snapkv+two_stage"].keep
@@ -224,10 +229,6 @@ assert written == masked.generated
 # One small class, which the same budgets, selectors, masks and commands accept.
 
 # %%
-from dataclasses import dataclass  # noqa: E402
-from typing import ClassVar  # noqa: E402
-
-
 @dataclass(frozen=True)
 class LastRows(kp.eviction.Scorer):
     """The largest weight that any of the last queries gives an entry."""

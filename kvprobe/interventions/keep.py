@@ -97,6 +97,10 @@ class Evicted:
         lost = self.lost[:, self.columns]
         return torch.zeros(lost.shape).masked_fill_(lost, -torch.inf)
 
+    def alike(self, positions: Tensor) -> bool:
+        """See :class:`kvprobe.interventions.plan.Edit`."""
+        return self.rows.alike(positions)
+
     def add_to(self, total: Tensor, columns: Tensor, positions: Tensor) -> None:
         """See :class:`kvprobe.interventions.plan.Edit`."""
         bias = self._bias.to(total.device)[:, None]

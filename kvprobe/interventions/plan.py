@@ -32,6 +32,11 @@ class Rows:
             return queries >= self.first
         return torch.isin(queries, torch.tensor(self.positions, device=queries.device))
 
+    def alike(self, positions: Tensor) -> bool:
+        """Whether all or none of these queries are touched."""
+        touched = self.touches(positions)
+        return bool(touched.all()) or not bool(touched.any())
+
     def meets(self, keys: Tensor, last: Tensor) -> Tensor:
         """Boolean [C]: whether some touched query q has key ≤ q ≤ last, for keys and last queries [C]."""
         if self.positions is None:
@@ -70,6 +75,10 @@ class Edit(Protocol):
         """Sorted absolute key positions that any head loses, [C]."""
         ...
 
+    def alike(self, positions: Tensor) -> bool:
+        """Whether queries at all these positions receive the same bias."""
+        ...
+
     def add_to(self, total: Tensor, columns: Tensor, positions: Tensor) -> None:
         """Add the bias of queries at ``positions`` to ``total`` [H or 1, t, C] over ``columns``, in place."""
         ...
@@ -91,6 +100,10 @@ class Cut:
     def columns(self) -> Tensor:
         """The span's positions."""
         return torch.arange(self.start, self.stop)
+
+    def alike(self, positions: Tensor) -> bool:
+        """See :class:`Edit`."""
+        return not self.keep_self and self.rows.alike(positions)
 
     def add_to(self, total: Tensor, columns: Tensor, positions: Tensor) -> None:
         """See :class:`Edit`."""
@@ -157,7 +170,12 @@ class ArmBias:
         return torch.unique(torch.cat([cut.columns for cut in self.cuts]))
 
     def at(self, positions: Tensor) -> Tensor:
-        """Bias [H or 1, t, C] for queries at absolute ``positions``: the sum over cuts, −∞ where any of them is."""
+        """Bias [H or 1, t, C] for queries at absolute ``positions``: the sum over cuts, −∞ where any of them is.
+
+        Where every cut treats all these queries alike there is one row for all of them, [H or 1, 1, C].
+        """
+        if len(positions) > 1 and all(cut.alike(positions) for cut in self.cuts):
+            positions = positions[:1]
         columns = self.columns.to(positions.device)
         per_head = any(cut.heads is not None for cut in self.cuts)
         total = torch.zeros(self.n_heads if per_head else 1, len(positions), len(columns), device=positions.device)
