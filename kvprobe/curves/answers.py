@@ -115,7 +115,7 @@ def _chunked(model: Any, settings: Settings, item: Item, ids: Tensor) -> Read:
             live, before = _evicting(model, settings, policy, cache, ids)
             reading += time.perf_counter() - opened
             pairs.append((policy, cache, Choice(live.keep.clone(), live.keep.sum(-1), live.notes)))
-            outcomes += _ask(model, settings, item, [(*before, KeepMask(live.keep.clone()))], live.prefix(ids))
+            outcomes += _ask(model, settings, item, [(*before, KeepMask(live.keep.clone()))], live.prefix())
     timings = {"prefill_and_scores_s": reading, "selection_s": 0.0}  # a live cache selects while it reads
     return pairs, outcomes, timings | {"answers_s": time.perf_counter() - begun - reading}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe import engine, inputs
 from kvprobe.attention import Run
 from kvprobe.engine import Prefix
-from kvprobe.errors import EvictionError
+from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.live import gather
 
 
@@ -50,6 +50,10 @@ def compact(model: Any, prefix: Prefix, keep: Bool[Tensor, "L K n"]) -> Compacte
     EvictionError
         Ragged budgets, query-head granularity, sliding windows, or shapes that do not fit.
     """
+    if not isinstance(prefix, Prefix) or not isinstance(keep, Tensor):
+        raise EvictionError(
+            f"prefix={quote(prefix)}, keep={quote(keep)}; allowed: what prefill(…) returns and a boolean tensor"
+        )
     shape = (model.geometry.n_layers, model.geometry.n_kv_heads, len(prefix))
     if tuple(keep.shape) != shape or keep.dtype != torch.bool:
         raise EvictionError(f"keep is {keep.dtype} {list(keep.shape)}; allowed: torch.bool {list(shape)} (kv heads)")
@@ -66,6 +70,9 @@ def continue_from(
     model: Any, cache: Compacted, ids: Sequence[int] | Tensor, *, generate: int = 0
 ) -> tuple[Float[Tensor, "t vocab"], list[int]]:
     """Run ids [t] behind a compacted cache; their logits, and what is then written greedily."""
+    if not isinstance(cache, Compacted):
+        raise EvictionError(f"{quote(cache)} is no compacted cache; allowed: what compact(…) returns")
+    generate = inputs.count("generate", generate, 0)
     rows = inputs.continuation(model, ids)
     if not len(rows):
         raise EvictionError("no token follows the compacted context; allowed: one or more ids")

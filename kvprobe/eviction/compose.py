@@ -14,7 +14,7 @@ from kvprobe.eviction.scorers.base import Scorer
 from kvprobe.eviction.selectors import SELECTORS
 
 KINDS: dict[str, Mapping[str, Any]] = {"scorer": SCORERS, "budget": BUDGETS, "selector": SELECTORS}
-GENERAL = ("granularity", "seed")
+GENERAL = ("granularity", "seed", "label")
 PRESETS = {"paper": {"window": 32, "pool": "max", "kernel": 7}, "released": {"window": 32, "pool": "avg", "kernel": 5}}
 DUO_SINKS = 128
 
@@ -29,9 +29,10 @@ def policy(name: str | Scorer = "snapkv", **options: Any) -> Policy:
         selector alone stands for the method known by that name: ``"adakv"``, ``"pyramid"``, ``"headkv"``,
         ``"two_stage"`` on SnapKV, ``"duo"`` on streaming heads.
     **options
-        ``scorer=``, ``budget=``, ``selector=`` by name or object; ``granularity=``, ``seed=``; ``preset=`` (``"paper"``
-        or ``"released"``: window and pooling of scorers that pool); and the settings of the parts, each sent to the
-        part that has it: ``window=32, pool="max", kernel=7, alpha=0.5, epsilon=1e-4, safeguard=0.2, …``.
+        ``scorer=``, ``budget=``, ``selector=`` by name or object; ``granularity=``, ``seed=``, ``label=`` (another name
+        for tables); ``preset=`` (``"paper"`` or ``"released"``: window and pooling of scorers that pool); and the
+        settings of the parts, each sent to the part that has it:
+        ``window=32, pool="max", kernel=7, alpha=0.5, epsilon=1e-4, safeguard=0.2, …``.
 
     Returns
     -------
@@ -55,6 +56,10 @@ def policy(name: str | Scorer = "snapkv", **options: Any) -> Policy:
     for kind, part in chosen.items():
         built[kind], taken = _build(part, preset, options)
         used |= taken
+    if preset and not any({*preset} <= {each.name for each in fields(part)} for part in built.values()):
+        raise EvictionError(
+            f"{built['scorer'].name} does not pool, so that preset= chooses nothing; allowed: without it"
+        )
     if unknown := sorted(set(options) - used):
         raise EvictionError(
             f"{'+'.join(str(part.name) for part in built.values())} has no setting {quote(unknown[0])}; "

@@ -2,7 +2,7 @@
 
 Two forms of one thing. :class:`LiveCache` keeps every key in memory and removes evicted ones by −∞: exact for ragged
 budgets, with a receipt for every pass. :class:`PackedCache` really drops them: smaller and faster, for budgets that are
-equal within a layer. Where both apply they agree, up to fp32's rounding.
+equal within a layer. Where both apply they agree up to fp32's rounding (which may also decide between tied scores).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kvprobe import engine
+from kvprobe import engine, inputs
 from kvprobe.attention import Run
 from kvprobe.engine import Prefix
 from kvprobe.errors import EvictionError
@@ -61,6 +61,7 @@ class LiveCache:
         self.specs: list[LayerSpec] = []
         self.receipts: list[Receipt] = []
         self.notes: dict[str, Any] = {}
+        self.ids = torch.zeros(0, dtype=torch.int64, device=model.device)
         self._rotary = Rotary.of(model) if policy.scorer.needs_rotary else None
 
     @property
@@ -76,6 +77,10 @@ class LiveCache:
         Tensor ``[rows, vocab]``
             Logits.
         """
+        ids = inputs.continuation(self.model, ids)
+        if not len(ids):
+            raise EvictionError("no token is fed; allowed: one id or more")
+        inputs.check_length(self.model, self.length + len(ids))
         plan = self._plan()
         prefix = self.layers or None
         wanted = min(len(ids), self.policy.scorer.rows(self.length + len(ids)))
@@ -84,19 +89,39 @@ class LiveCache:
         logits = engine.forward(self.model.twin, ids[None], run, cache, rows)[0]
         self._verify(plan, run, len(ids))
         self._append(engine.cached_layers(cache), run)
+        self.ids = torch.cat([self.ids, ids])
         return logits
 
+    def holds(self, base: int) -> bool:
+        """Whether there are ``base`` entries a head, over whatever the budget makes exact (head, layer, model)."""
+        counts = self.keep.sum(-1)
+        over = {"head": counts, "layer": counts.float().mean(-1), "model": counts.float().mean()}
+        return bool((over[self.policy.budget.exact_over] >= base).all())
+
     def evict(self, base: int) -> Choice:
-        """Keep ``base`` entries a head on average, by the policy's own rules; returns what stays, [L, K, n]."""
+        """Keep ``base`` entries a head on average, by the policy's own rules; returns what stays, [L, K, n].
+
+        Of several evictions ``notes`` hold the last facts; a yes (PyramidKV's ``fallback``) stays one.
+        """
+        base = inputs.count("base", base, 1)
+        if not self.length or not self.holds(base):
+            most = int(self.keep.sum(-1).max()) if self.length else 0
+            raise EvictionError(
+                f"{base} entries a head are more than what is there (the fullest head holds {most}); "
+                f"allowed: what {self.policy.budget.name} can share"
+            )
         scored = [self.policy.score(self._layer(index)) for index in range(len(self.layers))]
         keep, shared = self.policy.sets(scored, Fraction(base, self.length), base)
-        self.notes |= shared.notes
+        self.notes = {
+            name: bool(self.notes.get(name)) or value if isinstance(value, bool) else value
+            for name, value in shared.notes.items()
+        }
         self._drop([each.layer for each in scored], keep)
         return Choice(self.keep.clone(), shared.budgets, shared.notes)
 
-    def prefix(self, ids: Tensor) -> Prefix:
+    def prefix(self) -> Prefix:
         """The cache as a prefix for :func:`kvprobe.intervene`, to be used with a KeepMask of ``keep``."""
-        return Prefix(ids, self.layers)
+        return Prefix(self.ids, self.layers)
 
     def _plan(self) -> Plan:
         geometry, edits = self.model.geometry, {}
@@ -188,6 +213,10 @@ class PackedCache(LiveCache):
         added = torch.arange(start, self.length).expand(self.model.geometry.n_kv_heads, -1)
         old = self.positions or [added[:, :0]] * len(self.layers)
         self.positions = [torch.cat([each, added], 1) for each in old]
+
+    def prefix(self) -> Prefix:
+        """Refused: a prefix is addressed by position, and here positions are missing."""
+        raise EvictionError("a packed cache is no prefix; allowed: feed() it on, or a LiveCache with a KeepMask")
 
     def _layer(self, index: int) -> Layer:
         return self._view(index, *self.layers[index], self.positions[index].to(self.model.device))

@@ -40,6 +40,8 @@ class Measured:
 
     def scored(self, policy: Policy) -> list[Scored]:
         """What this policy's scorer saw, layer by layer."""
+        if not isinstance(policy, Policy):
+            raise EvictionError(f"{quote(policy)} is no policy; allowed: what kvprobe.eviction.policy(…) returns")
         if _key(policy) not in self.seen:
             raise EvictionError(
                 f"{policy.name} was not among the policies measured; allowed: those given to measure(…)"
@@ -66,6 +68,8 @@ def measure(model: Any, context: Any, policies: Sequence[Policy], *, future: Any
     EvictionError
         The context is too short for a scorer, or one needs what was not given.
     """
+    if not isinstance(policies, (list, tuple)):
+        raise EvictionError(f"policies={quote(policies)}; allowed: a list of policies")
     ids = context_ids(model, context)
     later = inputs.continuation(model, future)
     check(model, policies, len(ids), len(later))
@@ -84,6 +88,8 @@ def _on(prefix: Prefix, seen: Sequence[Scored]) -> list[Scored]:
 
 def context_ids(model: Any, context: Any) -> Tensor:
     """Real token ids of a Prompt or of bare ids."""
+    if not hasattr(model, "twin"):
+        raise EvictionError(f"{quote(model)} is not a loaded model; allowed: what kvprobe.load(…) returns")
     if hasattr(context, "ids"):
         return inputs.real_ids(model, context)
     try:

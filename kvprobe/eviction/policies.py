@@ -60,6 +60,8 @@ class Policy:
         ``"kv_head"`` (what a cache can do) or ``"query_head"`` (what a mask can do).
     seed
         For the random scorer.
+    label
+        Another name for tables, where two policies differ in settings only.
     """
 
     scorer: Scorer
@@ -67,15 +69,22 @@ class Policy:
     selector: Selector = field(default_factory=TopK)
     granularity: Granularity = "kv_head"
     seed: int = 0
+    label: str | None = None
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise EvictionError(f"granularity={quote(self.granularity)}; allowed: {', '.join(GRANULARITIES)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise EvictionError(f"seed={quote(self.seed)}; allowed: a whole number")
+        if self.label is not None and not (isinstance(self.label, str) and self.label.strip()):
+            raise EvictionError(f"label={quote(self.label)}; allowed: a text, or None")
         refuse(self.scorer, self.budget, self.selector, self.granularity)
 
     @property
     def name(self) -> str:
         """The names of its parts; ``topk`` and the budget that the scorer is published with go without saying."""
+        if self.label is not None:
+            return self.label
         parts = [self.scorer.name]
         parts += [self.budget.name] if self.budget.name != self.scorer.default_budget else []
         parts += [self.selector.name] if self.selector.name != "topk" else []
@@ -120,9 +129,13 @@ class Policy:
 
         ``base`` entries a head on average, by default ⌊length · cache_ratio⌋.
         """
+        if not scored:
+            raise EvictionError("no layer was scored; allowed: what measure(…).scored(policy) returns")
         length = scored[0].layer.length
         if base is None:
             base = entries(length, cache_ratio)
+        elif not 0 < base <= length:
+            raise EvictionError(f"base={quote(base)} entries of {length}; allowed: 1 … {length}")
         else:
             cache_ratio = Fraction(base, length)
         keep, shared = self.sets(scored, cache_ratio, base)

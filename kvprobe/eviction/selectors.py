@@ -110,11 +110,11 @@ class TwoStage(Selector):
     centred: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.alpha, (int, float)) and 0 <= self.alpha <= 1):
+        if not (_number(self.alpha) and 0 <= self.alpha <= 1):
             raise EvictionError(f"alpha={quote(self.alpha)}; allowed: a share between 0 and 1")
-        if not (isinstance(self.epsilon, (int, float)) and 0 <= self.epsilon < float("inf")):
+        if not (_number(self.epsilon) and 0 <= self.epsilon < float("inf")):
             raise EvictionError(f"epsilon={quote(self.epsilon)}; allowed: a number ≥ 0")
-        if self.p not in (1, 2):
+        if isinstance(self.p, bool) or self.p not in (1, 2):
             raise EvictionError(f"p={quote(self.p)}; allowed: 1, 2")
         if self.group not in GROUPS:
             raise EvictionError(f"group={quote(self.group)}; allowed: {', '.join(GROUPS)}")
@@ -152,6 +152,10 @@ class TwoStage(Selector):
         share = torch.tensor([stage1_places(self.alpha, int(b), at_least) for b in budgets.tolist()])
         places = torch.maximum(share.to(budgets.device), protected.sum(-1))
         return two_stage_select(scored.scores, None, places, protected=protected)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def stage1_places(alpha: float, budget: int, at_least: int = 0) -> int:

@@ -33,7 +33,11 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Decode:
-    """Evict to ``target`` entries a head after every ``interval`` generated tokens."""
+    """Evict to ``target`` entries a head on average after every ``interval`` generated tokens.
+
+    Nothing is evicted while the cache holds no more than that, or while a head (uniform budgets) or a layer (budgets
+    shared within one) still holds less.
+    """
 
     interval: int
     target: int
@@ -117,8 +121,10 @@ def generate(
 
     Parameters
     ----------
-    model, prompt, policy, cache_ratio
+    model, policy, cache_ratio
         As in :meth:`Policy.select`.
+    prompt
+        A Prompt.
     context
         Number of prompt tokens that are compressed; what follows sees what is left of them. Equal to the prompt's
         length: question and context are compressed together.
@@ -140,6 +146,9 @@ def generate(
     EvictionError
         The policy cannot do this (ragged budgets with ``physical``, scores that need aligned heads, …).
     """
+    for name, value, kind in (("chunked", chunked, Chunked), ("decode", decode, Decode)):
+        if value is not None and not isinstance(value, kind):
+            raise EvictionError(f"{name}={value!r}; allowed: {kind.__name__}(…) or None")
     ids = inputs.real_ids(model, prompt)
     stop = inputs.count("context", context, 1, len(ids))
     tokens = inputs.count("tokens", tokens, 1)
@@ -179,10 +188,14 @@ def _write(
         if step + 1 == tokens:
             break
         last = cache.feed(torch.tensor([token], device=model.device), rows=1)[-1]
-        held = int(cache.keep.sum(-1).max())
-        if decode is not None and len(written) % decode.interval == 0 and held > decode.target:
+        if decode is not None and len(written) % decode.interval == 0 and _over(cache, decode.target):
             cache.evict(decode.target)
     return written, rows
+
+
+def _over(cache: LiveCache, target: int) -> bool:
+    """Whether the cache holds more than ``target`` entries a head on average, and can be brought down to it."""
+    return float(cache.keep.sum(-1).float().mean()) > target and cache.holds(target)
 
 
 def _whole(name: str, value: Any) -> None:

@@ -86,7 +86,7 @@ def _axis(ax: Axes, caches: Sequence[float]) -> tuple[dict[float, float], float]
     ax.set_xticks(at, labels=[f"{100 * cache:.6g} %" for cache in caches])
     ax.set_xlim(at[0] - 0.6 * gap, at[-1] + 0.6 * gap)
     ax.set_ylim(-0.03, 1.05)
-    ax.set(xlabel="entries kept" + (" (steps not to scale)" if even else ""), ylabel="task score")
+    ax.set(xlabel="cache asked for" + (" (steps not to scale)" if even else ""), ylabel="task score")
     return places, gap
 
 

@@ -74,8 +74,8 @@ def test_presets_and_settings_go_where_they_belong():
     assert released.scorer == SnapKV(32, "avg", 5) and released.selector.epsilon == 0.01
     assert eviction.policy("snapkv", preset="paper") == eviction.policy("snapkv")
     assert eviction.policy("snapkv", preset="released", kernel=9).scorer.kernel == 9
-    assert eviction.policy("knorm", preset="released") == eviction.policy("knorm")
-    assert eviction.policy("h2o_256", preset="released").scorer.window == 256
+    labelled = eviction.policy("snapkv", preset="released", label="snapkv (average 5)")
+    assert labelled.name == "snapkv (average 5)" and labelled.scorer == released.scorer
     assert settings_of("adakv+two_stage") == {
         *("window", "pool", "kernel", "safeguard", "alpha", "epsilon", "p", "group", "centred")
     }
@@ -125,6 +125,13 @@ class Half(Budget):
             {"alpha": 0.5},
             "snapkv\\+uniform\\+topk has no setting 'alpha'; allowed: kernel, pool, window, gran",
         ),
+        ("knorm", {"preset": "released"}, "knorm does not pool, so that preset= chooses nothing"),
+        ("h2o_256", {"preset": "released"}, "h2o_256 does not pool"),
+        ("two_stage", {"alpha": True}, "alpha=True; allowed"),
+        ("two_stage", {"epsilon": True}, "epsilon=True; allowed"),
+        ("two_stage", {"p": True}, "p=True; allowed"),
+        ("random", {"seed": "a"}, "seed='a'; allowed: a whole number"),
+        ("random", {"label": " "}, "label=' '; allowed: a text"),
         ("snapkv", {"preset": "kvpress"}, "preset='kvpress'; allowed: paper, released"),
         ("snapkv", {"granularity": "layer"}, "granularity='layer'; allowed: kv_head, query_head"),
         ("snapkv", {"window": 0}, "window=0; allowed: a whole number ≥ 1"),

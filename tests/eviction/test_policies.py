@@ -256,3 +256,49 @@ def test_scores_of_two_stage_are_not_moved_by_measuring_norms_twice(tiny):
         ]
     )
     assert_close(norms, by_hand, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "sink", "softcap", "window", "all"])
+def test_pooling_comes_before_the_group_mean(kind):
+    """On every kind of attention: max-pooling and the mean over a group do not commute."""
+    layer = eviction_layers.kind(kind, n=C, queries=4)
+    scorer = eviction.SCORERS["snapkv"](4, "max", 5)
+    means = eviction_layers.rows(layer, 4).mean(1)[:, : C - 4]
+    wide = torch.nn.functional.pad(means, (2, 2), value=-1).unfold(-1, 5, 1).amax(-1)
+    expected = wide.view(layer.n_kv_heads, layer.group, -1).mean(1)
+    assert_close(scorer.score(layer)[:, : C - 4].double(), expected, rtol=1e-5, atol=1e-7)
+    other = torch.nn.functional.pad(means.view(layer.n_kv_heads, layer.group, -1).mean(1), (2, 2), value=-1)
+    assert not torch.allclose(other.unfold(-1, 5, 1).amax(-1), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"group": "bound"}, {"centred": 1}, {}], ids=str)
+def test_the_safeguard_is_a_first_stage_whatever_the_value_term(options):
+    """AdaKV guarantees ⌊0.2 b⌋ of a head's own top: they are stage 1 even where ⌊α B_h⌋ is less."""
+    selector = TwoStage(alpha=0.0, **options)
+    policy = eviction.policy("snapkv", window=1, pool="none", budget="adakv", safeguard=0.8, selector=selector)
+    layer = eviction_layers.layer(n=C, n_heads=4, n_kv_heads=2, queries=1)
+    low = policy.score(layer).scores < policy.score(layer).scores.median(-1, keepdim=True).values
+    layer = replace(layer, values=layer.values * torch.where(low, 1e4, 1e-2)[..., None])  # all value where none looks
+    scored = policy.score(layer)
+    budgets, protected = torch.tensor([10, 12]), policy.scorer.protected(layer, torch.tensor([10, 12]))
+    keep = selector.select(scored, budgets, protected, at_least=8)
+    first = scored.scores.masked_fill(protected, torch.inf).argsort(dim=-1, descending=True, stable=True)[:, :8]
+    assert keep.gather(1, first).all() and keep.sum(-1).tolist() == [10, 12]
+    assert not selector.select(scored, budgets, protected, at_least=0).gather(1, first).all()
+
+
+def test_wrong_arguments_are_one_line(tiny):
+    policy = eviction.policy("streaming")
+    for wrong in (policy, "streaming", None):
+        with pytest.raises(EvictionError, match="allowed: a list of policies"):
+            measure(tiny("llama"), IDS, wrong)
+    seen = measure(tiny("llama"), IDS, [policy])
+    with pytest.raises(EvictionError, match="'streaming' is no policy"):
+        seen.scored("streaming")
+    with pytest.raises(EvictionError, match="no layer was scored"):
+        policy.choose([], 0.5)
+    for wrong in (0, len(IDS) + 1):
+        with pytest.raises(EvictionError, match=f"base={wrong} entries of {len(IDS)}; allowed: 1 … {len(IDS)}"):
+            policy.choose(seen.scored(policy), None, wrong)
+    with pytest.raises(EvictionError, match="None is not a loaded model"):
+        policy.select(None, IDS, 0.5)

@@ -7,7 +7,7 @@ from policies import LastRow, all_policies
 from torch.testing import assert_close
 
 from kvprobe import Prompt, eviction, intervene, prefill
-from kvprobe.errors import EvictionError, InterventionError
+from kvprobe.errors import EvictionError, InterventionError, PromptError
 from kvprobe.eviction import Chunked, Decode, KeepMask, LiveCache, PackedCache, entries
 
 IDS = catalogue.ids()
@@ -187,6 +187,63 @@ def test_keep_all_in_chunks_is_no_eviction(tiny):
     assert_close(live.feed(torch.tensor(IDS[C:])), clean.logits, atol=5e-5, rtol=1e-5)
 
 
+@every_policy
+@pytest.mark.parametrize("target", [12, 13, 15, 17, 40])
+def test_targets_between_the_mean_and_the_largest_head(policy, target, tiny):
+    """Whatever the budgets: what can be brought down is brought down, the rest waits, and nothing is lost."""
+    made = eviction.generate(tiny("llama"), PROMPT, policy, "0.5", context=C, tokens=9, decode=Decode(2, target))
+    held = made.keep.sum(-1).float()
+    if policy.budget.name == "uniform":
+        assert (held <= max(target + 2, 10 + N - C + 1)).all()
+    assert len(made.ids) <= 9 and torch.isfinite(made.logits).all()
+
+
+def test_more_than_is_there_is_refused(tiny):
+    live = LiveCache(tiny("llama"), eviction.policy("adakv", window=4))
+    with pytest.raises(EvictionError, match="5 entries a head are more than what is there "):
+        live.evict(5)
+    live.feed(torch.tensor(IDS[:C]))
+    live.evict(10)
+    with pytest.raises(EvictionError, match=r"11 entries a head are more than what is there .*allowed: what adakv can"):
+        live.evict(11)
+    for wrong in (2.5, 0, True, "8"):
+        with pytest.raises(InterventionError, match="give a whole number, 1 or more"):
+            live.evict(wrong)
+    for wrong, message in (([], "no token is fed"), (torch.zeros(0, dtype=torch.int64), "no token is fed")):
+        with pytest.raises(EvictionError, match=message):
+            live.feed(wrong)
+    with pytest.raises(PromptError, match="do not fit the model's context of 512"):
+        live.feed([5] * 500)
+
+
+def test_a_live_cache_knows_its_tokens(tiny):
+    """Another prompt's prefix would pass every receipt: the cache hands out its own ids, and intervene compares."""
+    model = tiny("llama")
+    live = eviction.chunked_prefill(model, IDS[:C], eviction.policy("snapkv", window=4), "0.5", 8)
+    assert live.prefix().ids.tolist() == IDS[:C]
+    out = intervene(model, PROMPT, KeepMask(live.keep), suffix=N - C, prefix=live.prefix())
+    assert_close(out.logits, live.feed(IDS[C:]), atol=5e-5, rtol=1e-5)
+    with pytest.raises(PromptError, match="prefilled from other tokens"):
+        intervene(model, Prompt.from_ids(IDS[::-1]), KeepMask(live.keep[..., :C]), suffix=N - C, prefix=live.prefix())
+    packed = eviction.chunked_prefill(model, IDS[:C], eviction.policy("snapkv", window=4), "0.5", 8, physical=True)
+    with pytest.raises(EvictionError, match="a packed cache is no prefix"):
+        packed.prefix()
+
+
+def test_notes_of_several_evictions(tiny):
+    """A share is of all tokens seen, not of what an earlier chunk has left; a fallback once is a fallback."""
+    duo = eviction.policy("duo", gates=[[0.1, 0.9], [0.5, 0.2], [0.8, 0.3]], sinks=1, recent=4)
+    live = eviction.chunked_prefill(tiny("llama"), IDS, duo, "0.5", 7)
+    assert live.notes["share"] == pytest.approx(float(live.keep.float().mean()))
+    ramp = LiveCache(tiny("llama"), eviction.policy("pyramid", beta=3, window=4))
+    ramp.feed(IDS[:10])
+    ramp.evict(8)
+    assert ramp.notes == {"fallback": True}
+    ramp.feed(IDS[10:])
+    ramp.evict(13)
+    assert ramp.notes == {"fallback": True}
+
+
 def run(model, policy, **options):
     options = {"context": C, "tokens": 2} | options
     return eviction.generate(model, PROMPT, policy, "0.5", **options)
@@ -235,6 +292,18 @@ def test_numbers_that_are_none(tiny):
     compacted = eviction.compact(
         tiny("llama"), prefill(tiny("llama"), PROMPT, C), torch.ones(3, 2, C, dtype=torch.bool)
     )
+    for wrong in ({"chunked": 8}, {"decode": (1, 2)}):
+        with pytest.raises(EvictionError, match=r"allowed: (Chunked|Decode)"):
+            run(tiny("llama"), eviction.policy("streaming"), **wrong)
+    prefix = prefill(tiny("llama"), PROMPT, C)
+    for wrong in ((prefix, compacted.layers), (None, torch.ones(3, 2, C, dtype=torch.bool)), (prefix, [[True]])):
+        with pytest.raises(EvictionError, match="allowed: what prefill"):
+            eviction.compact(tiny("llama"), *wrong)
+    with pytest.raises(EvictionError, match="is no compacted cache"):
+        eviction.continue_from(tiny("llama"), None, [5])
+    for wrong in (1.5, -1, True):
+        with pytest.raises(InterventionError, match=r"generate=.* is not allowed"):
+            eviction.continue_from(tiny("llama"), compacted, [5], generate=wrong)
     with pytest.raises(EvictionError, match="no token follows"):
         eviction.continue_from(tiny("llama"), compacted, [])
     with pytest.raises(EvictionError, match=r"keep is torch.bool \[3, 6, 20\]; allowed: torch.bool \[3, 2, 20\]"):

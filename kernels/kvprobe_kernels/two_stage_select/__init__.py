@@ -101,6 +101,9 @@ def _epsilon(epsilon: object) -> float:
 
 
 def _check_tensors(scores: Tensor, norms: Tensor | None, protected: Tensor | None, backend: str) -> None:
+    for name, tensor in {"scores": scores, "norms": norms, "protected": protected}.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "scores"):
+            raise KernelError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is needed")
     if scores.dim() < 2 or not scores.is_floating_point():
         raise KernelError(f"scores are {scores.dtype} {list(scores.shape)}: allowed are floating-point [*B, J, n]")
     if backend == "triton" and scores.dtype == torch.float64:

@@ -84,6 +84,9 @@ def _result(Q: Tensor, K: Tensor) -> torch.dtype:
 
 
 def _check_tensors(Q: Tensor, K: Tensor, alive: Tensor | None, backend: str) -> None:
+    for name, value in {"Q": Q, "K": K, "alive": alive}.items():
+        if not isinstance(value, Tensor) and (value is not None or name != "alive"):
+            raise KernelError(f"{name} is a {type(value).__name__}: a torch.Tensor is needed")
     for name, tensor, axes in (("Q", Q, "[*B, H, w, d]"), ("K", K, "[*B, Kh, n, d]")):
         if tensor.dim() < 3 or not tensor.is_floating_point() or 0 in tensor.shape[-3:]:
             given = f"{name} is {tensor.dtype} {list(tensor.shape)}"

@@ -50,6 +50,11 @@ class AdaKV(Budget):
         if self.safeguard != "mix" and (share is None or not 0 <= share <= 1):
             raise EvictionError(f"safeguard={quote(self.safeguard)}; allowed: a share between 0 and 1, 'mix'")
 
+    @property
+    def exact_over(self) -> str:
+        """See :class:`Budget`."""
+        return "layer"
+
     def allocate(self, request: Request) -> Allocation:
         """See :class:`Budget`."""
         mix = self.safeguard == "mix"

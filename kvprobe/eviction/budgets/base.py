@@ -91,6 +91,11 @@ class Budget:
     needs_attention: ClassVar[bool] = False
     shares_base: ClassVar[bool] = True
 
+    @property
+    def exact_over(self) -> str:
+        """What holds b entries a set on average: every ``"head"``, every ``"layer"``, or the ``"model"``."""
+        return "model"
+
     def allocate(self, request: Request) -> Allocation:
         """Share ``base`` · J · L entries out; every budget lies between the set's reserved and its present entries."""
         raise NotImplementedError

@@ -65,7 +65,7 @@ class Duo(Budget):
                 f"sinks + recent = {held} entries a streaming head; allowed: the reserved {most} or more"
             )
         budgets = torch.where(streaming, present.clamp(max=held), present)
-        share = int(budgets.sum()) / max(int(present.sum()), 1)
+        share = int(budgets.sum()) / max(request.length * budgets.numel(), 1)
         return Allocation(budgets, 0, {"streaming_heads": int(streaming.sum()), "share": share})
 
     def _streaming(self, request: Request, device: torch.device) -> Tensor:

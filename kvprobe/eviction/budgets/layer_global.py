@@ -35,6 +35,11 @@ class LayerGlobal(Budget):
         if self.scope not in SCOPES:
             raise EvictionError(f"scope={quote(self.scope)}; allowed: {', '.join(SCOPES)}")
 
+    @property
+    def exact_over(self) -> str:
+        """See :class:`Budget`."""
+        return self.scope
+
     def allocate(self, request: Request) -> Allocation:
         """See :class:`Budget`."""
         reserved, present, free = reserved_counts(request), present_counts(request), free_scores(request)

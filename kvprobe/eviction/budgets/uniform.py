@@ -16,6 +16,11 @@ class Uniform(Budget):
 
     name: ClassVar[str] = "uniform"
 
+    @property
+    def exact_over(self) -> str:
+        """See :class:`Budget`."""
+        return "head"
+
     def allocate(self, request: Request) -> Allocation:
         """See :class:`Budget`."""
         shape = (request.n_layers, request.n_sets)
