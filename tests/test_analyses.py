@@ -205,9 +205,11 @@ def _written(out, tables, name):
 
 
 def test_the_bench_measures_what_the_bars_are_set_on(model):
-    ratios, measured = script("kernels/bench", "eviction").run(model, length=200, tokens=200, rounds=1)
+    ratios, measured = script("kernels/bench", "eviction").run(model, short=150, tokens=200, rounds=1)
     speedups = {"compacted_decode_speedup", "compacted_decode_speedup_batch4"}
-    assert set(ratios) == {"selection_over_prefill_l1", "selection_over_prefill_l2"} | speedups
+    selection = {f"selection_over_prefill_l{p}{length}" for p in (1, 2) for length in ("", "_short")}
+    assert set(ratios) == selection | speedups
+    assert (measured["selection_tokens"], measured["selection_short_tokens"]) == (200, 150)
     assert all(value > 0 for value in ratios.values())
     assert measured["decode_compacted_cache_mib"] == pytest.approx(0.4 * measured["decode_full_cache_mib"])
     assert measured["decode_full_batch4_cache_mib"] == 4 * measured["decode_full_cache_mib"]
