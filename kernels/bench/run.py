@@ -32,7 +32,7 @@ BARS = {
     "projected_norm_speedup_32k": (2.5, None, True),
     "projected_norm_l2_over_l1": (None, None, False),
     # A policy that scores, norms and selects in two stages, over the rest of the same pass: at 4,096 tokens, and at
-    # 1,500, where the fixed cost of small operations weighs more (no bar; 0.14 and 0.08 were measured).
+    # 1,500, where the fixed cost of small operations weighs more (no bar; 0.14-0.16 and 0.08-0.09 were measured).
     "selection_over_prefill_l1": (0.12, None, False),
     "selection_over_prefill_l2": (0.04, None, False),
     "selection_over_prefill_l1_short": (None, None, False),
