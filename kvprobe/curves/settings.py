@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from kvprobe import tasks
@@ -67,7 +66,7 @@ class Settings:
         for cache in self.caches:
             entries(1, cache)
         _once("policy", self.names, self.names)
-        _once("cache ratio", self.caches, [share(cache) for cache in self.caches])
+        _once("cache ratio", self.caches, [ratio(cache) for cache in self.caches])
 
     @property
     def names(self) -> list[str]:
@@ -88,11 +87,6 @@ class Settings:
         """Make item ``index`` of this run."""
         options = {"decoys": 0, "distractors": 0} | self.options
         return tasks.make(self.task, model, length=self.length, seed=self.seed * 10_000 + index, **options)
-
-
-def share(cache: str) -> Fraction:
-    """The number that a cache ratio is written as, exactly."""
-    return ratio(cache)
 
 
 def _counts(settings: Settings) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from kvprobe import inputs
-from kvprobe.curves.settings import Settings, share
+from kvprobe.curves.settings import Settings
 from kvprobe.errors import EvictionError, TaskError
 from kvprobe.eviction import Layer, Policy, Scored, entries
 from kvprobe.eviction.live import check as check_live
 from kvprobe.eviction.measuring import check as check_context
+from kvprobe.eviction.policies import ratio
 from kvprobe.tasks.items import Item
 from kvprobe.twopart import LayerSpec
 
@@ -23,7 +24,7 @@ def refuse(model: Any, settings: Settings, items: list[Item]) -> None:
     """
     n = min(compressed(settings, item) for item in items)
     seen = n if settings.chunk is None else min(n, settings.chunk)
-    cache = min(settings.caches, key=share)
+    cache = min(settings.caches, key=ratio)
     check_context(model, settings.policies, seen, future=1)
     if settings.chunk is not None:
         for policy in settings.policies:

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvprobe import stats
 from kvprobe.curves.answers import FULL
-from kvprobe.curves.settings import Settings, share
+from kvprobe.curves.settings import Settings
+from kvprobe.eviction.policies import ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +31,7 @@ def summarise(answers: pd.DataFrame, settings: Settings) -> dict[str, Any]:
     rows = [
         {
             "policy": policy,
-            "cache": float(share(cache)),
+            "cache": float(ratio(cache)),
             **_row(group, settings.seed),
             **_change(group, full),
             **_notes(group),
@@ -85,7 +86,7 @@ def _pairs(answers: pd.DataFrame, settings: Settings) -> Iterable[dict[str, Any]
         for cache in settings.caches:
             ours, theirs = (_scores(answers, name, cache) for name in (policy, base))
             for measure in ("score", "logprob"):
-                yield {"policy": policy, "base": base, "cache": float(share(cache)), "measure": measure} | _difference(
+                yield {"policy": policy, "base": base, "cache": float(ratio(cache)), "measure": measure} | _difference(
                     ours[measure].to_numpy() - theirs[measure].to_numpy(), settings.seed
                 )
 
