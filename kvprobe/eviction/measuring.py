@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvprobe import engine, inputs
 from kvprobe.engine import Prefix
-from kvprobe.errors import EvictionError, quote
+from kvprobe.errors import EvictionError, PromptError, quote
 from kvprobe.eviction.layer import Layer
 from kvprobe.eviction.policies import Policy
 from kvprobe.eviction.selectors import Scored
@@ -94,7 +94,7 @@ def context_ids(model: Any, context: Any) -> Tensor:
         return inputs.real_ids(model, context)
     try:
         ids = inputs.continuation(model, context)
-    except Exception as error:
+    except PromptError as error:
         raise EvictionError(f"{quote(context)} is no context; allowed: token ids or a Prompt") from error
     if not len(ids):
         raise EvictionError("the context is empty; allowed: one token or more")
