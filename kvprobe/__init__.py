@@ -24,15 +24,18 @@ _HOME = {
     "Trace": "traces",
     "KVMask": "interventions",
     "span_stats": "spans",
+    "audit": "audits",
     "KVProbeError": "errors",
 }
-_MODULES = ("eviction", "outcomes", "plots", "records", "spans", "stats", "tasks", "theory")
+_MODULES = ("eviction", "maps", "outcomes", "plots", "stats", "tasks", "theory")
+_REACHABLE = ("audits", "cells", "records", "spans")
+"""Not at the front door, but ``kvprobe.records`` works as the others do."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in (*_MODULES, *_REACHABLE):
         return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")

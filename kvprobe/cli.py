@@ -154,6 +154,102 @@ def evict(
         print(records.to_json(summary))
 
 
+Docs = Annotated[
+    str | None,
+    typer.Option(
+        "--docs",
+        help="Folder of .txt, .txt or .jsonl file, multi_news, or hub:OWNER/NAME:FILE (default: the shipped essays).",
+    ),
+]
+Documents = Annotated[int | None, typer.Option(min=1, help="Number of documents (default: all).")]
+DocLength = Annotated[
+    int | None, typer.Option("--length", min=1, help="Most tokens of a prompt; longer texts are cut at their end.")
+]
+Join = Annotated[int, typer.Option(min=1, help="Consecutive texts that make one document.")]
+Template = Annotated[str | None, typer.Option(help="multi_news, none, or a text with {context}.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts in the tokenizer's chat template.")]
+Probe = Annotated[str, typer.Option(help="first_decoded, last_prompt, or next_token (bare text, no question).")]
+Presets = Annotated[str, typer.Option(help="Pooling: paper (max, 7), released (avg, 5), or both.")]
+Alpha = Annotated[float | None, typer.Option(help="First-stage share of two_stage (default 0.5).")]
+Epsilon = Annotated[float | None, typer.Option(help="Added to scores in stage 2 (default 1e-4).")]
+Norm = Annotated[int, typer.Option(min=1, max=2, help="p of perturbation and bounds.")]
+
+
+@app.command(name="map")
+def map_(
+    docs: Docs = None,
+    cache: Annotated[str, typer.Option(help="Share of the cache to keep, for the maps of heads and layers.")] = "0.2",
+    policy: Annotated[str, typer.Option(help="The policy to compare with.")] = "snapkv",
+    against: Annotated[str, typer.Option(help="The policy held against it.")] = "snapkv+two_stage",
+    budgets: Annotated[
+        str | None, typer.Option(help="Shares for the curve over sizes (default: those of 0.025 … 0.4 that fit).")
+    ] = None,
+    measure: Annotated[str, typer.Option(help="Of a layer: attn_out, hidden, or local.")] = "attn_out",
+    preset: Presets = "paper,released",
+    alpha: Alpha = None,
+    epsilon: Epsilon = None,
+    probe: Probe = "first_decoded",
+    documents: Documents = None,
+    length: DocLength = None,
+    join: Join = 1,
+    template: Template = None,
+    chat: Chat = False,
+    norm: Norm = 1,
+    model: Model = "smollm2-135m",
+    out: Out = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Map what two eviction policies do to every head, layer and cache size (exact perturbation)."""
+    from kvprobe import commands, records
+    from kvprobe.maps.settings import from_command
+
+    given = {name: value for name, value in locals().items() if name not in ("commands", "records", "from_command")}
+    settings = from_command(given)
+    summary, _ = commands.map_(model, settings, out, given)
+    commands.print_map(summary, out)
+    if json:
+        print(records.to_json(summary))
+
+
+@app.command()
+def audit(
+    docs: Docs = None,
+    cache: Annotated[str, typer.Option(help="Shares of the cache to keep.")] = "0.1,0.2,0.4",
+    base: Annotated[str, typer.Option(help="Policies that select by attention; Algorithm 1 is put on each.")] = (
+        "snapkv,adakv"
+    ),
+    level: Annotated[str, typer.Option(help="layer (bounds summed over heads), head, or both.")] = "layer,head",
+    sweep: Annotated[str, typer.Option(help="Also sweep any of alpha, epsilon, norm: L, and a task's score.")] = "",
+    task: Annotated[str, typer.Option(help="The needle task of a sweep's scores.")] = "niah_single_1",
+    items: Annotated[int, typer.Option(min=0, help="Items of that task; 0: no scores.")] = 10,
+    preset: Presets = "paper,released",
+    alpha: Alpha = None,
+    epsilon: Epsilon = None,
+    probe: Probe = "first_decoded",
+    documents: Documents = None,
+    length: DocLength = None,
+    join: Join = 1,
+    template: Template = None,
+    chat: Chat = False,
+    norm: Norm = 1,
+    model: Model = "smollm2-135m",
+    out: Out = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Audit the bounds of the output perturbation: how tight, and whether their assumption holds."""
+    from kvprobe import commands, records
+    from kvprobe.audits.settings import from_command
+
+    given = {name: value for name, value in locals().items() if name not in ("commands", "records", "from_command")}
+    settings = from_command(given)
+    summary, _ = commands.audit(model, settings, out, given)
+    commands.print_audit(summary, out)
+    if json:
+        print(records.to_json(summary))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 

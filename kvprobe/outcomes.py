@@ -12,6 +12,7 @@ from kvprobe import theory
 from kvprobe.errors import InterventionError, TheoryError, quote
 from kvprobe.interventions.plan import ArmBias
 from kvprobe.receipts import Receipt
+from kvprobe.streams import Streams
 from kvprobe.theory import ConditionalSplit, OwnSplit
 from kvprobe.traces import Trace
 
@@ -34,6 +35,8 @@ class Outcome:
         Greedy tokens, if asked for.
     trace
         The arm's own rows *before* its bias (its unmasked attention A⁺), over all rows that ran.
+    streams
+        Attention output and hidden state of its last rows at every layer, if asked for.
     """
 
     logits: Tensor
@@ -42,6 +45,7 @@ class Outcome:
     receipt: Receipt
     generated: list[int] = field(default_factory=list)
     trace: Trace | None = None
+    streams: Streams | None = None
     biases: Mapping[int, ArmBias] = field(default_factory=dict, repr=False)
 
     def own_attention(self, layer: int) -> Tensor:

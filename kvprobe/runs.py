@@ -7,6 +7,7 @@ against the shared prefix; many arms (one arm = one counterfactual) go through i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvprobe.errors import InterventionError, PromptError, quote
 from kvprobe.interventions.plan import ArmBias, Intervention, Plan, Scene, compile_arms
 from kvprobe.outcomes import Outcome
 from kvprobe.receipts import Step, collect
+from kvprobe.streams import Tap, tapped
 from kvprobe.traces import LayerData, Trace
 
 BATCH_TOKENS = 1280
@@ -88,6 +90,7 @@ def intervene(
     prefix: Prefix | None = None,
     logits: str = "all",
     keep_trace: bool = True,
+    streams: int = 0,
     batch: int | None = None,
 ) -> Any:
     """Run one arm, or many arms over one shared prefix.
@@ -111,6 +114,9 @@ def intervene(
         ``"all"`` rows of the run, or ``"continuation"``: the rows that predict the continuation, and the one behind it.
     keep_trace
         Keep references to query rows and own keys, so that attention of the arm can be looked at.
+    streams
+        Number of last rows (continuation included) whose attention output and hidden state after every layer are kept
+        (:class:`kvprobe.streams.Streams`).
     batch
         Arms per batch; by default as many as keep the matrix products efficient.
 
@@ -121,15 +127,19 @@ def intervene(
     """
     single, groups = inputs.arms(arms)
     ids, forced = inputs.real_ids(model, prompt), inputs.continuation(model, continuation)
-    generate = inputs.count("generate", generate, 0)
+    generate, streams = inputs.count("generate", generate, 0), inputs.count("streams", streams, 0)
     inputs.check_length(model, len(ids) + max(len(forced), generate))
     # The last generated token is never run.
     scene = replace(model.scene(prompt, suffix), follow=max(len(forced), generate - 1))
     plan = compile_arms(groups, scene)
     if logits not in ("all", "continuation") or (logits == "continuation" and not len(forced)):
         raise InterventionError(f"logits={logits!r}: allowed are 'all', and 'continuation' with a continuation given")
-    job = _Job(model, prompt, scene, plan, ids, forced, generate, logits, keep_trace)
+    job = _Job(model, prompt, scene, plan, ids, forced, generate, logits, keep_trace, streams)
     starts = _starts(plan, scene)
+    if streams > len(ids) + len(forced) - max(starts):
+        raise InterventionError(
+            f"streams={streams}: the run has {len(ids) + len(forced) - max(starts)} rows; allowed: at most that many"
+        )
     shared = _shared_prefix(model, ids, max(starts), prefix)
     outcomes: dict[int, Outcome] = {}
     for start in sorted(set(starts)):
@@ -193,6 +203,7 @@ class _Job:
     generate: int
     logits: str
     keep_trace: bool
+    streams: int
 
     def run(self, arms: Sequence[int], start: int, shared: Prefix | None) -> dict[int, Outcome]:
         """One batch: the forced rows, then greedy steps; returns arm → outcome."""
@@ -204,16 +215,22 @@ class _Job:
         capture = torch.arange(rows.shape[1]) if self.keep_trace else None
         run = Run(prefix=prefix, start=start, biases=biases, capture=capture)
         keep = len(self.forced) + 1 if self.logits == "continuation" else 0
-        logits = engine.forward(self.model.twin, rows, run, cache, keep)
+        with self._tapped() as tap:
+            logits = engine.forward(self.model.twin, rows, run, cache, keep)
         steps = [self._step(start, len(tokens), run, len(arms))]
         own = engine.cached_layers(cache)
         if self.generate and len(self.forced):
             cache.crop(-len(self.forced))
         generated = self._decode(logits[:, -1 - len(self.forced)], run, cache, steps, biases, len(arms))
         return {
-            arm: self._outcome(arm, row, start, logits[row], run, own, steps, generated[row])
+            arm: self._outcome(arm, row, start, logits[row], run, own, steps, generated[row], tap)
             for row, arm in enumerate(arms)
         }
+
+    def _tapped(self) -> AbstractContextManager[Tap | None]:
+        if not self.streams:
+            return nullcontext()
+        return tapped(self.model.twin, self.model.geometry.n_layers, self.streams)
 
     def _decode(self, last: Tensor, run: Run, cache: Any, steps: list[Step], biases: Any, arms: int) -> list[list[int]]:
         """Greedy tokens of each arm, up to and without an end-of-sequence token."""
@@ -248,6 +265,7 @@ class _Job:
         own: Sequence[tuple[Tensor, Tensor]],
         steps: Sequence[Step],
         generated: list[int],
+        tap: Tap | None,
     ) -> Outcome:
         geometry, pad = self.model.geometry, self.prompt.pad
         receipt = collect(self.plan, arm, row, steps, geometry.windows, geometry.n_heads)
@@ -264,7 +282,9 @@ class _Job:
             ]
             trace = Trace(tokens, positions, data, self.model.w_o, pad, dict(self.prompt.spans), self.model.meta)
         biases: dict[int, ArmBias] = {layer: by[arm] for layer, by in self.plan.layers.items() if arm in by}
-        return Outcome(logits, positions[len(positions) - len(logits) :], tokens, receipt, generated, trace, biases)
+        streams = None if tap is None else tap.arm(row)
+        rows = positions[len(positions) - len(logits) :]
+        return Outcome(logits, rows, tokens, receipt, generated, trace, streams, biases)
 
 
 def _parts(prefix: Prefix, cache: Any, row: int) -> list[Parts]:

@@ -1,7 +1,20 @@
 """What the commands print and store; the command line itself is in :mod:`kvprobe.cli`."""
 
+from kvprobe.commands.auditing import audit, print_audit
 from kvprobe.commands.checking import check, print_report
 from kvprobe.commands.compression import evict, print_evict
+from kvprobe.commands.mapping import map_, print_map
 from kvprobe.commands.probing import niah, print_niah
 
-__all__ = ["check", "evict", "niah", "print_evict", "print_niah", "print_report"]
+__all__ = [
+    "audit",
+    "check",
+    "evict",
+    "map_",
+    "niah",
+    "print_audit",
+    "print_evict",
+    "print_map",
+    "print_niah",
+    "print_report",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,30 @@ def console() -> Any:
     return found if found.is_terminal else Console(width=120, soft_wrap=True, markup=False, highlight=False)
 
 
-def progress(items: Iterable[int]) -> Iterable[int]:
-    """A bar over items on a terminal, nothing elsewhere."""
-    from tqdm import tqdm
+def progress(what: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """A bar over ``items`` or ``documents`` on a terminal, nothing elsewhere."""
 
-    return tqdm(items, desc="items", unit="item", disable=not sys.stderr.isatty())
+    def bar(things: Iterable[Any]) -> Iterable[Any]:
+        from tqdm import tqdm
+
+        return tqdm(things, desc=what, unit=what.removesuffix("s"), disable=not sys.stderr.isatty())
+
+    return bar
+
+
+def per_cent(share: float) -> str:
+    """``20 %``, ``2.5 %``."""
+    return f"{100 * share:.3g} %"
+
+
+def documents_line(summary: dict[str, Any]) -> str:
+    """How many documents, of what length, and which."""
+    n, tokens = summary["n_docs"], summary["tokens"]
+    cut = f", {summary['truncated']} truncated" if summary["truncated"] else ""
+    return (
+        f"{n} document{'s' if n != 1 else ''} of {tokens['min']}–{tokens['max']} tokens{cut} ({summary['docs']}), "
+        f"probe {summary['probe']}"
+    )
 
 
 def interval(row: dict[str, Any]) -> str:

@@ -30,6 +30,8 @@ class Experiment:
         What ``run`` gets, and the same as plain values for the manifest.
     write
         Writes tables and figures of (run folder, result, summary).
+    unit
+        What the progress bar counts.
     """
 
     command: str
@@ -37,6 +39,7 @@ class Experiment:
     settings: Any
     described: Callable[[dict[str, Any]], dict[str, Any]]
     write: Write
+    unit: str = "items"
 
     def perform(self, name: str, out: Path | None, arguments: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Run it on a model; with ``out``, write tables, figures, summary and a manifest there."""
@@ -55,7 +58,7 @@ class Experiment:
 
     def _run(self, model: Any, run: records.Run | None, begun: float) -> tuple[dict[str, Any], Any]:
         loaded = time.perf_counter()
-        result = self.package.run(model, self.settings, progress)
+        result = self.package.run(model, self.settings, progress(self.unit))
         processing = model.report.processing
         summary = {"model": model.name, "dtype": model.meta["dtype"], "processing": processing} | result.summary
         summary["timings_s"] = {"load_s": loaded - begun} | result.summary["timings_s"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvprobe.eviction.budgets.uniform import Uniform
 from kvprobe.eviction.layer import Granularity, Layer
 from kvprobe.eviction.rules import refuse
 from kvprobe.eviction.scorers.base import Scorer
-from kvprobe.eviction.selectors import Scored, Selector, TopK
+from kvprobe.eviction.selectors import Scored, Selector, TopK, TwoStage
 
 GRANULARITIES = ("kv_head", "query_head")
 EXPONENT = re.compile(r"[eE][-+]?\d{3,}")
@@ -143,6 +143,24 @@ class Policy:
 
     def sets(self, scored: Sequence[Scored], cache_ratio: Any, base: int) -> tuple[list[Tensor], Allocation]:
         """Kept sets [J, n] layer by layer (n differs where layers were evicted before), and their budgets."""
+        places, shared = self._places(scored, cache_ratio, base)
+        return [self.selector.select(*place, shared.at_least) for place in places], shared
+
+    def first_stage(self, scored: Sequence[Scored], cache_ratio: Any, alpha: float | None = None) -> Tensor:
+        """N′ of Algorithm 1 at this policy's budgets: the best ⌊αb⌋ entries by score, window included, [L, J, n].
+
+        ``alpha`` is by default the selector's own, or 0.5 where it has none: what a second stage would have begun with.
+        """
+        selector = self.selector if isinstance(self.selector, TwoStage) else TwoStage()
+        selector = selector if alpha is None else replace(selector, alpha=alpha)
+        base = entries(scored[0].layer.length, cache_ratio)
+        places, shared = self._places(scored, cache_ratio, base)
+        return torch.stack([selector.first(*place, shared.at_least) for place in places])
+
+    def _places(
+        self, scored: Sequence[Scored], cache_ratio: Any, base: int
+    ) -> tuple[list[tuple[Scored, Tensor, Tensor]], Allocation]:
+        """What a selector needs of every layer: (scored, budgets, protected); and all budgets."""
         first = scored[0].layer
         reserved = [
             self._protected(each, torch.full((first.n_sets,), base, device=each.scores.device)) for each in scored
@@ -152,11 +170,11 @@ class Policy:
         shared = self.budget.allocate(
             Request(base, first.length, cache_ratio, scores, reserved, first.n_heads // first.n_sets)
         )
-        keep = []
+        places = []
         for each, budgets, before in zip(scored, shared.budgets, reserved, strict=True):
             protected = before if self.scorer.protects_once else self._protected(each, budgets)
-            keep.append(self.selector.select(each, budgets, protected, shared.at_least))
-        return keep, shared
+            places.append((each, budgets, protected))
+        return places, shared
 
     def score(self, layer: Layer) -> Scored:
         """Let the scorer look at one layer."""

@@ -134,7 +134,7 @@ class TwoStage(Selector):
         """See :class:`Selector`."""
         if self.group == "mean_of_means" and not self.centred:
             return self._fused(scored, budgets, protected, at_least)
-        stage1 = self._stage1(scored, budgets, protected, at_least)
+        stage1 = self.first(scored, budgets, protected, at_least)
         if self.group == "bound":
             return _fill(scored, _bound_terms(scored, stage1, self.epsilon, self.p), budgets, stage1)
         keep = two_stage_select(scored.scores, None, budgets, protected=protected)
@@ -147,8 +147,10 @@ class TwoStage(Selector):
             scored.scores, scored.norms(self.p), budgets, self.alpha, self.epsilon, protected, at_least=at_least
         )
 
-    def _stage1(self, scored: Scored, budgets: Tensor, protected: Tensor, at_least: int) -> Tensor:
-        """The first stage alone: ⌊αb⌋ entries, the protected included."""
+    def first(
+        self, scored: Scored, budgets: Int[Tensor, " J"], protected: Bool[Tensor, "J n"], at_least: int
+    ) -> Bool[Tensor, "J n"]:
+        """The first stage alone, N′: ⌊αb⌋ entries, the protected included."""
         share = torch.tensor([stage1_places(self.alpha, int(b), at_least) for b in budgets.tolist()])
         places = torch.maximum(share.to(budgets.device), protected.sum(-1))
         return two_stage_select(scored.scores, None, places, protected=protected)

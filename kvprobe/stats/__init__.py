@@ -6,6 +6,7 @@
 `permutation`      the primary test: is the target exchangeable with the other spans of its item?
 `maxt`             its family-wise twin over heads
 `signs`            tests of paired differences that stand beside it: sign flip, Wilcoxon
+`shares`           many columns: the share with a negative mean, Wilcoxon's test of each
 `corrections`      Holm, Benjamini-Hochberg, and whether a test could have rejected at all
 `boards`           measures of repeated rollouts: AUROC, risk against coverage, accuracy at k, length
 `records`          the frozen results; each can be written to a manifest with ``to_dict``
@@ -36,12 +37,15 @@ from kvprobe.stats.design import Statistic
 from kvprobe.stats.intervals import auroc_interval, clopper_pearson, mean_interval
 from kvprobe.stats.maxt import max_t_within_item
 from kvprobe.stats.permutation import permutation_within_item
+from kvprobe.stats.ratios import ratio_interval
 from kvprobe.stats.records import Interval, ItemAuroc, MaxTResult, Record, TestResult
+from kvprobe.stats.shares import ColumnShare, WilcoxonMany, share_interval, wilcoxon_many
 from kvprobe.stats.signs import sign_flip, wilcoxon
 
 __all__ = [
     "BoardResult",
     "Bools",
+    "ColumnShare",
     "Direction",
     "Floats",
     "Interval",
@@ -51,6 +55,7 @@ __all__ = [
     "Record",
     "Statistic",
     "TestResult",
+    "WilcoxonMany",
     "acc_at_k",
     "aurc",
     "auroc",
@@ -69,6 +74,9 @@ __all__ = [
     "max_t_within_item",
     "mean_interval",
     "permutation_within_item",
+    "ratio_interval",
+    "share_interval",
     "sign_flip",
     "wilcoxon",
+    "wilcoxon_many",
 ]

@@ -25,7 +25,7 @@ def bca_many(
     n, width = x.shape
     if n < 2:
         return np.full(width, np.nan), np.full(width, np.nan), np.ones(width, dtype=bool)
-    weights, columns = _weights(n, seed, resamples), max(1, checks.TABLE // resamples)
+    weights, columns = resample_weights(n, seed, resamples), max(1, checks.TABLE // resamples)
     mean, degenerate = x.mean(axis=0), checks.identical(x)
     low, high = mean.copy(), mean.copy()
     for start in range(0, width, columns):
@@ -34,7 +34,7 @@ def bca_many(
     return low, high, degenerate | np.isnan(low) | np.isnan(high)
 
 
-def _weights(n: int, seed: int, resamples: int) -> Floats:
+def resample_weights(n: int, seed: int, resamples: int) -> Floats:
     """How often each resample holds each item: [resamples, n], rows sum to n."""
     picks = np.random.default_rng(seed).integers(0, n, (resamples, n))
     flat = (picks + n * np.arange(resamples)[:, None]).ravel()

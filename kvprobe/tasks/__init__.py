@@ -12,9 +12,10 @@ from typing import Any
 
 from kvprobe.errors import TaskError
 from kvprobe.tasks import scoring
+from kvprobe.tasks.document import Document, documents
 from kvprobe.tasks.items import Item
 
-__all__ = ["FAMILIES", "Item", "make", "names", "scoring"]
+__all__ = ["FAMILIES", "Document", "Item", "documents", "make", "names", "scoring"]
 
 FAMILIES = ("niah",)
 

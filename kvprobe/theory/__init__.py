@@ -30,6 +30,7 @@ from kvprobe.theory.attention import (
     split_own,
 )
 from kvprobe.theory.bounds import bound, centred_bound, layer_bound, relaxed_bound, stage2_bound, value_mass
+from kvprobe.theory.consequences import Consequences, consequences
 from kvprobe.theory.dose import fractional_bound, kappa, kappa_inverse
 from kvprobe.theory.norms import gram, projected_norms, value_norms
 from kvprobe.theory.perturbation import (
@@ -43,11 +44,13 @@ from kvprobe.theory.perturbation import (
 
 __all__ = [
     "ConditionalSplit",
+    "Consequences",
     "OwnSplit",
     "attention",
     "bound",
     "centred_bound",
     "conditional",
+    "consequences",
     "correct",
     "fractional_bound",
     "gram",

@@ -185,8 +185,8 @@ WIDE = [[1.0] * 5] * 3
         ({"items": 0}, TaskError, "items is 0, must be a whole number of at least 1"),
         (
             {"policies": policy("random"), "caches": ("0.2", "0.01")},
-            TaskError,
-            "cache 0.01 of 18 tokens is no entry at all, must be at least 0.05556",
+            EvictionError,
+            "cache 0.01 of 18 tokens is no entry at all; allowed: at least 0.05556",
         ),
         ({"policies": policy("snapkv")}, EvictionError, "looks at the last 32 queries and the context has 18 tokens"),
         (
@@ -265,8 +265,8 @@ def test_whatever_the_check_of_sizes_lets_through_can_be_chosen(tiny):
 
 
 def test_sizes_take_no_memory(tiny):
-    from kvprobe.curves import sizes
+    from kvprobe.eviction import rehearsal
 
-    blank = sizes._blank(tiny("llama"), SNAPKV[0], 0, 1 << 20)
+    blank = rehearsal._blank(tiny("llama"), SNAPKV[0], 0, 1 << 20)
     assert sum(part.untyped_storage().nbytes() for part in (blank.layer.keys, blank.layer.values)) <= 8
     assert torch.equal(blank.scores, torch.zeros(2, 1 << 20))

@@ -1,0 +1,120 @@
+"""Run a list of documents and lay everything out in tidy tables."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from kvprobe import cells, published
+from kvprobe.audits.settings import Settings
+from kvprobe.audits.summary import layer_rows, rows
+from kvprobe.audits.sweeps import scores, sweep
+from kvprobe.audits.tables import Progress, by_head, by_layer
+from kvprobe.cells import Cells
+from kvprobe.eviction.policies import ratio
+from kvprobe.tasks.document import Document
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes
+    ----------
+    heads, layers
+        Every cell: :func:`kvprobe.audit` by head and by layer.
+    sweeps, scores
+        :func:`kvprobe.audits.sweep` and its scores, None where none were asked for.
+    summary
+        What the command prints.
+    """
+
+    settings: Settings
+    heads: pd.DataFrame
+    layers: pd.DataFrame
+    sweeps: pd.DataFrame | None
+    scores: pd.DataFrame | None
+    summary: dict[str, Any]
+
+    def rows(self) -> pd.DataFrame:
+        """One row a preset × base × cache × level (Table 9); what is said of Assumption 3.4 as plain columns."""
+        flat = []
+        for row in self.summary["rows"]:
+            held = {name: value for name, value in row["assumption"].items() if not isinstance(value, list)}
+            flat.append({name: value for name, value in row.items() if name != "assumption"} | held)
+        return pd.DataFrame(flat)
+
+    def layer_rows(self) -> pd.DataFrame:
+        """One row a preset × base × cache × layer: how tight θ and θ_c are."""
+        return layer_rows(self.layers, self.settings.pairs, self.settings.seed)
+
+
+def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
+    """Audit the documents of ``settings``.
+
+    Parameters
+    ----------
+    progress
+        Wraps the documents (tqdm, for instance).
+
+    Raises
+    ------
+    EvictionError, PromptError, TaskError, DataError
+        Before anything is run.
+    """
+    documents = validate(model, settings)
+    begun = time.perf_counter()
+    found = cells.joined(_document(model, settings, document) for document in progress(documents))
+    heads, layers = by_head(found), by_layer(found)
+    audited = time.perf_counter()
+    swept, scored = _sweeps(model, settings, documents, progress)
+    stops = [cells.fitting(model, each, settings.reading.probe)[0] for each in documents]
+    about = settings.reading.describe(documents, stops) | {
+        "caches": [float(ratio(cache)) for cache in settings.caches],
+        "presets": list(dict.fromkeys(pair.preset for pair in settings.pairs)),
+        "norm": settings.norm,
+        "seed": settings.seed,
+        "policies": [[each.to_dict() for each in (pair.base, pair.ours)] for pair in settings.pairs],
+    }
+    table = rows(heads, layers, settings.pairs, settings.levels, settings.seed)
+    timings = {"documents_s": audited - begun, "sweeps_s": time.perf_counter() - audited}
+    summary = {"rows": table, "violations": sum(row["violations"] for row in table)} | about
+    summary |= {"sweeps": _records(swept), "scores": _records(scored), "timings_s": timings}
+    summary |= {"published": {"bounds": published.BOUNDS, "assumption": published.ASSUMPTION}}
+    return Result(settings, heads, layers, swept, scored, summary)
+
+
+def validate(model: Any, settings: Settings) -> list[Document]:
+    """Read the documents, and refuse everything that can be refused before anything is computed or written."""
+    documents = settings.reading.documents(model)
+    settings.refuse(model, documents)
+    settings.swept()
+    return documents
+
+
+def _document(model: Any, settings: Settings, document: Document) -> Cells:
+    policies = [policy for pair in settings.pairs for policy in pair.policies]
+    probed = cells.probe(model, document, policies, settings.reading.probe)
+    return cells.measure(probed, settings.arms, p=settings.norm, stages=True)
+
+
+def _sweeps(
+    model: Any, settings: Settings, documents: list[Document], progress: Progress
+) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:
+    if not settings.sweeps:
+        return None, None
+    swept, scored = [], []
+    for what in settings.swept():
+        common: dict[str, Any] = {"seed": settings.seed, "progress": progress}
+        swept.append(sweep(model, documents, what, probe=settings.reading.probe, p=settings.norm, **common))
+        if settings.items:
+            scored.append(scores(model, what, task=settings.task, items=settings.items, **common))
+    return pd.concat(swept, ignore_index=True), pd.concat(scored, ignore_index=True) if scored else None
+
+
+def _records(table: pd.DataFrame | None) -> list[dict[str, Any]]:
+    records: list[Any] = [] if table is None else table.to_dict("records")
+    return records

@@ -1,0 +1,131 @@
+"""Everything about an audit that is decided before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvprobe import cells, tasks
+from kvprobe.audits.sweeps import VALUES, Sweep
+from kvprobe.audits.tables import LEVELS
+from kvprobe.cells import Arm, Pair, pairs_of
+from kvprobe.cells.reading import Reading
+from kvprobe.cells.reading import from_command as reading_from
+from kvprobe.errors import EvictionError, TaskError, quote
+from kvprobe.eviction.policies import ratio
+from kvprobe.tasks.document import Document
+from kvprobe.theory.checks import check_p
+
+SWEEPS = tuple(VALUES)
+BASES = ("snapkv", "adakv")
+CACHES = ("0.1", "0.2", "0.4")
+SECOND_STAGE = "+two_stage"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Decided before a run, and stored with it.
+
+    Attributes
+    ----------
+    pairs
+        Policies that select by attention alone, each with Algorithm 1 on it.
+    caches
+        Shares of the cache to keep, as written.
+    levels
+        ``"layer"``, ``"head"``, or both.
+    reading
+        The documents and the probe.
+    sweeps
+        Which of :data:`SWEEPS` are run on the first pair of every preset.
+    task, items
+        What the sweeps' scores are of; 0 items: no scores.
+    norm
+        p of L and of the bounds.
+    seed
+        Of the items, and of the resampling behind intervals.
+    """
+
+    pairs: tuple[Pair, ...]
+    caches: tuple[str, ...] = CACHES
+    levels: tuple[str, ...] = LEVELS
+    reading: Reading = field(default_factory=Reading)
+    sweeps: tuple[str, ...] = ()
+    task: str = "niah_single_1"
+    items: int = 10
+    norm: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_p(self.norm)
+        _some("level", self.levels, LEVELS)
+        if self.sweeps:
+            _some("sweep", self.sweeps, SWEEPS)
+        if self.task not in tasks.names():
+            raise TaskError(f"no task {self.task!r}, must be one of {', '.join(tasks.names())}")
+        if isinstance(self.items, bool) or not isinstance(self.items, int) or self.items < 0:
+            raise TaskError(f"items is {quote(self.items)}, must be a whole number of at least 0")
+        if not self.pairs or not self.caches:
+            raise EvictionError("no policy or no cache ratio was given; allowed: one or more of each")
+        for cache in self.caches:
+            ratio(cache)
+
+    @property
+    def arms(self) -> list[Arm]:
+        """All policies of all pairs at all sizes; σ and θ̂ of both policies of a pair are of the same first stage."""
+        return [
+            Arm(arm.policy, arm.cache, getattr(pair.ours.selector, "alpha", None))
+            for pair in self.pairs
+            for arm in pair.arms(self.caches)
+        ]
+
+    def swept(self) -> list[Sweep]:
+        """The sweeps: of the first pair of every preset."""
+        first = {pair.preset: pair for pair in reversed(self.pairs)}
+        chosen = [pair for pair in self.pairs if first[pair.preset] is pair]
+        return [Sweep(kind, pair) for kind in self.sweeps for pair in chosen]
+
+    def refuse(self, model: Any, documents: Sequence[Document]) -> None:
+        """Refuse everything that can be refused before anything is computed."""
+        cells.refuse(model, min(cells.fitting(model, each, self.reading.probe)[0] for each in documents), self.arms)
+
+
+def from_command(given: Mapping[str, Any]) -> Settings:
+    """Settings from the words of ``kvprobe audit``."""
+    extra = {name: given[name] for name in ("alpha", "epsilon") if given[name] is not None}
+    presets, bases = _words(given["preset"]), _words(given["base"])
+    for base in bases:
+        if SECOND_STAGE in base:
+            raise EvictionError(f"base {base} has a second stage already; allowed: policies without one")
+    pairs = tuple(
+        pair for preset in presets for base in bases for pair in pairs_of(base, base + SECOND_STAGE, [preset], **extra)
+    )
+    return Settings(
+        _distinct(pairs),
+        _words(given["cache"]),
+        _words(given["level"]),
+        reading_from(given),
+        _words(given["sweep"]),
+        given["task"],
+        given["items"],
+        given["norm"],
+        given["seed"],
+    )
+
+
+def _distinct(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Policies that do not pool are the same under every preset: once is enough."""
+    seen: dict[Any, Pair] = {}
+    for pair in pairs:
+        seen.setdefault((pair.preset, pair.base.name), pair)
+    return tuple(seen.values())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _some(kind: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    if not given or len(set(given)) < len(given) or not set(given) <= set(allowed):
+        raise EvictionError(f"{kind} {', '.join(map(str, given)) or 'none'}; allowed: {', '.join(allowed)}, each once")

@@ -1,0 +1,191 @@
+"""What α, ε and the norm of the value term change: the perturbation of every head, and a task's score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from kvprobe import cells, curves, stats
+from kvprobe.audits.tables import Progress
+from kvprobe.cells import Arm, Pair, matrix
+from kvprobe.cells.reading import Reading
+from kvprobe.errors import EvictionError, quote
+from kvprobe.eviction import Policy
+from kvprobe.eviction.policies import ratio
+
+VALUES: dict[str, tuple[float, ...]] = {
+    "alpha": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    "epsilon": (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+    "norm": (1, 2),
+}
+"""What is swept, and over which values: α, ε, and the p of m = ‖V W_O‖_p in the selector."""
+FIELDS = {"alpha": "alpha", "epsilon": "epsilon", "norm": "p"}
+CACHES = ("0.1", "0.2")
+HEAD = ["layer", "head"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One setting of the second stage, and the values that it takes.
+
+    Attributes
+    ----------
+    kind
+        ``"alpha"``, ``"epsilon"`` or ``"norm"``.
+    pair
+        The policy without a second stage, and with it; all other settings are those of the latter.
+    values
+        None for :data:`VALUES`.
+    """
+
+    kind: str
+    pair: Pair
+    values: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in VALUES:
+            raise EvictionError(f"sweep={quote(self.kind)}; allowed: {', '.join(VALUES)}")
+        if not hasattr(self.pair.ours.selector, FIELDS[self.kind]):
+            raise EvictionError(
+                f"{self.pair.ours.name} has no {self.kind} to sweep; allowed: a policy with a second stage"
+            )
+        if not self.taken or len(set(self.taken)) < len(self.taken):
+            raise EvictionError(f"values {quote(self.taken)}; allowed: one or more, each once")
+        _ = self.policies  # a selector refuses what it cannot take
+
+    @property
+    def taken(self) -> tuple[float, ...]:
+        """The values."""
+        return VALUES[self.kind] if self.values is None else self.values
+
+    @property
+    def policies(self) -> list[Policy]:
+        """One policy a value, named after it."""
+        ours = self.pair.ours
+        field = FIELDS[self.kind]
+        return [
+            replace(
+                ours,
+                selector=replace(ours.selector, **{field: value}),
+                label=f"{ours.name} {self.kind}={value:g}",
+            )
+            for value in self.taken
+        ]
+
+
+def sweep(
+    model: Any,
+    docs: Any,
+    what: Sweep,
+    caches: Sequence[Any] = CACHES,
+    *,
+    probe: str = "first_decoded",
+    p: int = 1,
+    seed: int = 0,
+    progress: Progress = iter,
+    **reading: Any,
+) -> pd.DataFrame:
+    """Perturbation of every head under each value, against the policy without a second stage.
+
+    Parameters
+    ----------
+    docs, probe, p, progress, **reading
+        As in :func:`kvprobe.maps.per_head`.
+    what
+        The setting and its values.
+    caches
+        Shares of the context's entries to keep.
+
+    Returns
+    -------
+    DataFrame
+        One row a cache × value: ``L`` (mean over documents and heads), ``centred_bound``, ``bound``, ``base_L``;
+        ``change`` = L − base_L with ``ci_low``, ``ci_high`` (95 % over documents); ``heads_reduced`` with
+        ``heads_low``, ``heads_high``; ``n_tokens`` (mean of the contexts), ``epsilon_n`` (ε · n, whatever is swept),
+        ``n_docs``.
+    """
+    documents = Reading(docs, probe=probe, **reading).documents(model)
+    policies = [what.pair.base, *what.policies]
+    arms = [Arm(policy, str(cache)) for policy in policies for cache in caches]
+    stops = [cells.fitting(model, each, probe)[0] for each in documents]
+    cells.refuse(model, min(stops), arms)
+    parts = (cells.measure(cells.probe(model, doc, policies, probe), arms, p=p) for doc in progress(documents))
+    heads = cells.joined(parts).heads
+    found = []
+    for cache in caches:
+        at = heads[heads["cache"] == float(ratio(cache))]
+        base = at[at["policy"] == what.pair.base.name]
+        for value, policy in zip(what.taken, what.policies, strict=True):
+            row = {"sweep": what.kind, "preset": what.pair.preset, "cache": float(ratio(cache)), "value": value}
+            found.append(row | _row(base, at[at["policy"] == policy.name], seed) | _size(policy, stops))
+    return pd.DataFrame(found)
+
+
+def _row(base: pd.DataFrame, ours: pd.DataFrame, seed: int) -> dict[str, Any]:
+    mine, theirs = (matrix(table, "perturbation", HEAD) for table in (ours, base))
+    change = stats.mean_interval((mine - theirs).mean(1), seed=seed)
+    reduced = stats.share_interval(mine - theirs, seed=seed).interval
+    return {
+        "L": float(mine.mean()),
+        "centred_bound": float(ours["centred_bound"].mean()),
+        "bound": float(ours["bound"].mean()),
+        "base_L": float(theirs.mean()),
+        "change": change.mean,
+        "ci_low": change.low,
+        "ci_high": change.high,
+        "heads_reduced": reduced.mean,
+        "heads_low": reduced.low,
+        "heads_high": reduced.high,
+        "n_docs": len(mine),
+    }
+
+
+def _size(policy: Policy, stops: Sequence[int]) -> dict[str, float]:
+    n = sum(stops) / len(stops)
+    return {"n_tokens": n, "epsilon_n": getattr(policy.selector, "epsilon", 0.0) * n}
+
+
+def scores(
+    model: Any,
+    what: Sweep,
+    caches: Sequence[Any] = CACHES,
+    *,
+    task: str = "niah_single_1",
+    items: int = 10,
+    length: int = 1000,
+    seed: int = 0,
+    progress: Progress = iter,
+) -> pd.DataFrame:
+    """A task's score under each value (the base policy has the value NaN, the whole cache is in ``attrs["full"]``).
+
+    Returns
+    -------
+    DataFrame
+        One row a cache × value: ``score`` with ``ci_low``, ``ci_high``; ``delta_logprob`` (nats, the gold answer's
+        log-probability against the whole cache) with ``logprob_low``, ``logprob_high``; ``n``.
+    """
+    policies = (what.pair.base, *what.policies)
+    settings = curves.Settings(policies, tuple(str(cache) for cache in caches), task, length, items, seed)
+    result = curves.run(model, settings, progress)
+    answers, table = result.answers(), result.rows()
+    whole = answers[answers["policy"] == "full"].set_index("item")["logprob"]
+    values = dict(zip((policy.name for policy in policies), (float("nan"), *what.taken), strict=True))
+    found = []
+    for row in table.to_dict("records"):
+        mine = answers[(answers["policy"] == row["policy"]) & (answers["cache"].map(_share) == row["cache"])]
+        lost = mine.set_index("item")["logprob"] - whole
+        interval = stats.mean_interval(lost.to_numpy(), seed=seed)
+        about = {"sweep": what.kind, "preset": what.pair.preset, "task": task, "value": values[row["policy"]]}
+        ends = {"logprob_low": interval.low, "logprob_high": interval.high}
+        kept = {name: row[name] for name in ("cache", "score", "ci_low", "ci_high", "delta_logprob", "n")}
+        found.append(about | kept | ends)
+    scored = pd.DataFrame(found)
+    scored.attrs["full"] = result.summary["full"]
+    return scored
+
+
+def _share(cache: str) -> float:
+    return float(ratio(cache))

@@ -1,0 +1,142 @@
+"""Run a list of documents and lay everything out in tidy tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from kvprobe import cells
+from kvprobe.cells import Cells
+from kvprobe.cells.pairs import COLUMNS, Pair
+from kvprobe.eviction.policies import ratio
+from kvprobe.maps.settings import Settings
+from kvprobe.maps.summary import budget_rows, head_rows, layer_rows, summarise
+from kvprobe.maps.tables import Progress, changes
+from kvprobe.tasks.document import Document
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes
+    ----------
+    heads
+        Every cell: :func:`kvprobe.maps.per_head` at all sizes, with ``preset`` in front.
+    layers
+        :func:`kvprobe.maps.per_layer` at the main size, with ``preset`` and ``measure``.
+    summary
+        What the command prints.
+    """
+
+    settings: Settings
+    heads: pd.DataFrame
+    layers: pd.DataFrame
+    summary: dict[str, Any]
+
+    def head_rows(self) -> pd.DataFrame:
+        """One row a preset × layer × head at the main size: means, difference, Wilcoxon's p."""
+        main = self.heads[self.heads["cache"] == float(ratio(self.settings.cache))]
+        return _by_preset(main, head_rows)
+
+    def layer_rows(self) -> pd.DataFrame:
+        """One row a preset × layer: means, and the reduction with its interval."""
+        chosen = self.layers[self.layers["measure"] == self.settings.measure]
+        return _by_preset(chosen, lambda table: layer_rows(table, self.settings.seed))
+
+    def budget_rows(self) -> pd.DataFrame:
+        """One row a preset × size: means over heads, the reduction and the share of heads reduced."""
+        asked = self.heads[self.heads["cache"].isin(self.summary["caches"])]
+        return _by_preset(asked, lambda table: budget_rows(table, self.settings.seed))
+
+
+def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
+    """Map the documents of ``settings``.
+
+    Parameters
+    ----------
+    progress
+        Wraps the documents (tqdm, for instance).
+
+    Raises
+    ------
+    EvictionError, PromptError, TaskError, DataError
+        Before anything is run.
+    """
+    documents = validate(model, settings)
+    begun = time.perf_counter()
+    caches, left_out = settings.caches(model, settings.shortest(model, documents))
+    parts = [_document(model, settings, caches, document) for document in progress(documents)]
+    table = cells.joined(part for part, _ in parts)
+    ran = pd.concat([each for _, each in parts], ignore_index=True)
+    heads = _pairs(settings, table.heads, COLUMNS)
+    layers = _layers(settings, table.layers, ran)
+    stops = [cells.fitting(model, each, settings.reading.probe)[0] for each in documents]
+    about = settings.reading.describe(documents, stops) | {
+        "cache": float(ratio(settings.cache)),
+        "caches": [float(ratio(cache)) for cache in caches],
+        "caches_left_out": [float(ratio(cache)) for cache in left_out],
+        "measure": settings.measure,
+        "norm": settings.norm,
+        "seed": settings.seed,
+        "policies": [[each.to_dict() for each in (pair.base, pair.ours)] for pair in settings.pairs],
+    }
+    partial = Result(settings, heads, layers, about)
+    found = summarise(partial.settings, heads, layers, about["caches"])
+    timings = {"documents_s": time.perf_counter() - begun}
+    return Result(settings, heads, layers, found | about | {"timings_s": timings})
+
+
+def validate(model: Any, settings: Settings) -> list[Document]:
+    """Read the documents, and refuse everything that can be refused before anything is computed or written."""
+    documents = settings.reading.documents(model)
+    settings.refuse(model, documents)
+    return documents
+
+
+def _document(model: Any, settings: Settings, caches: list[str], document: Document) -> tuple[Cells, pd.DataFrame]:
+    """All cells of one document, and its runs at the main size."""
+    policies = [policy for pair in settings.pairs for policy in pair.policies]
+    probed = cells.probe(model, document, policies, settings.reading.probe)
+    sizes = {ratio(cache): cache for cache in (settings.cache, *caches)}
+    arms = settings.arms(list(sizes.values()))
+    choices = cells.choose(probed, arms)
+    found = cells.measure(probed, arms, p=settings.norm, choices=choices)
+    main = [place for place, arm in enumerate(arms) if ratio(arm.cache) == ratio(settings.cache)]
+    ran = changes(model, probed, [arms[i] for i in main], [choices[i] for i in main], settings.norm)
+    return found, ran
+
+
+def _pairs(settings: Settings, table: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
+    return pd.concat([_named(pair, pair.columns(table, names)) for pair in settings.pairs], ignore_index=True)
+
+
+def _layers(settings: Settings, local: pd.DataFrame, ran: pd.DataFrame) -> pd.DataFrame:
+    """All three measures, at the main size."""
+    main = local[local["cache"] == float(ratio(settings.cache))]
+    parts = []
+    for measure, table, column in (
+        ("attn_out", ran, "attn_out"),
+        ("hidden", ran, "hidden"),
+        ("local", main, "perturbation"),
+    ):
+        found = _pairs(settings, table, {column: ""}).rename(columns={"_base": "base", "_ours": "ours"})
+        found.insert(1, "measure", measure)
+        parts.append(found)
+    return pd.concat(parts, ignore_index=True)
+
+
+def _named(pair: Pair, table: pd.DataFrame) -> pd.DataFrame:
+    table.insert(0, "preset", pair.preset)
+    return table
+
+
+def _by_preset(table: pd.DataFrame, summary: Any) -> pd.DataFrame:
+    parts: Iterable[pd.DataFrame] = [
+        summary(group).assign(preset=preset) for preset, group in table.groupby("preset", sort=False)
+    ]
+    return pd.concat(parts, ignore_index=True)

@@ -1,0 +1,42 @@
+"""What CriticalKV (Feng et al., arXiv 2502.03805v2) reports, to be printed beside what is measured here.
+
+Nothing is computed from these numbers. They are of other models, documents and lengths; each carries where it stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PAPER = "CriticalKV, arXiv 2502.03805v2"
+
+HEADS_REDUCED: dict[str, Any] = {
+    "source": f"{PAPER}, Fig. 4",
+    "setting": "MultiNews, 200 samples, 20 % cache, first decoded token",
+    "share": {"Llama-3.1-8B-Instruct": 0.92, "Mistral-7B-Instruct-v0.3": 0.86},
+}
+"""Share of heads whose mean perturbation falls under Algorithm 1."""
+
+BOUNDS: dict[str, Any] = {
+    "source": f"{PAPER}, Table 9",
+    "setting": "Llama-3.1-8B-Instruct, MultiNews, within a single attention layer",
+    "rows": [
+        {"cache": 0.2, "actual": 0.70, "bound": 3.21, "previous_bound": 4.65, "ratio": 0.690},
+        {"cache": 0.4, "actual": 0.28, "bound": 1.43, "previous_bound": 2.64, "ratio": 0.542},
+    ],
+}
+"""Actual perturbation, its bound, and the bound of attention-only selection."""
+
+ASSUMPTION: dict[str, Any] = {
+    "source": f"{PAPER}, Fig. 8",
+    "setting": "share of heads whose best half budget holds more than half of the attention",
+    "share": {
+        "Llama-3.1-8B-Instruct": {0.1: 0.9990, 0.2: 1.0000},
+        "Mistral-7B-Instruct-v0.3": {0.1: 0.9932, 0.2: 0.9971},
+    },
+}
+"""Assumption 3.4."""
+
+
+def in_words(fact: dict[str, Any]) -> str:
+    """Where a number stands, and what it is of."""
+    return f"{fact['source']} ({fact['setting']})"
