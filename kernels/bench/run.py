@@ -11,6 +11,7 @@ import sys
 import time
 
 import ablation
+import auditing
 import eviction
 import observing
 import projected_norms
@@ -31,6 +32,8 @@ BARS = {
     "projected_norm_speedup_2k": (1.5, None, True),
     "projected_norm_speedup_32k": (2.5, None, True),
     "projected_norm_l2_over_l1": (None, None, False),
+    # L, θ_c and θ of twelve kept sets of a layer, against one projection and a loop over the sets.
+    "audit_speedup": (2, None, True),
     # A policy that scores, norms and selects in two stages, over the rest of the same pass: at 4,096 tokens, and at
     # 1,500, where the fixed cost of small operations weighs more (no bar; 0.14-0.16 and 0.08-0.09 were measured).
     "selection_over_prefill_l1": (0.12, None, False),
@@ -50,6 +53,7 @@ def main() -> int:
         _add(ratios, measured, observing.memory())
     model = kp.load()
     _add(ratios, measured, projected_norms.run())
+    _add(ratios, measured, auditing.run())
     for part in (ablation.run, observing.run, eviction.run):
         _add(ratios, measured, part(model))
     missed = [name for name, value in ratios.items() if not _holds(name, value)]

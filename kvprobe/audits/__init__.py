@@ -13,10 +13,14 @@ from kvprobe.audits.settings import SWEEPS, Settings
 from kvprobe.audits.summary import layer_rows, rows
 from kvprobe.audits.sweeps import Sweep, sweep
 from kvprobe.audits.tables import LEVELS, audit
+from kvprobe.cells.pairs import Pair, pairs_of
+from kvprobe.cells.reading import Reading
 
 __all__ = [
     "LEVELS",
     "SWEEPS",
+    "Pair",
+    "Reading",
     "Result",
     "Settings",
     "Sweep",
@@ -24,6 +28,7 @@ __all__ = [
     "audit",
     "failing_heads",
     "layer_rows",
+    "pairs_of",
     "rows",
     "run",
     "sweep",

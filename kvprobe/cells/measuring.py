@@ -50,8 +50,8 @@ class Cells:
     heads
         One row a document × arm × layer × query head: ``kept`` (entries of the context), ``mass`` (a_S),
         ``retained`` (R), ``value_mass`` (w_S), ``perturbation`` (L), ``centred_bound`` (θ_c), ``bound`` (θ); with
-        stages also ``stage1`` (entries of N′), ``sigma``, ``sigma_oracle`` (mass of the best set of that size), ``stage2_bound``
-        (θ̂), ``relaxed_bound`` and ``relaxed_candidates`` (NaN where σ ≤ ½).
+        stages also ``stage1`` (entries of N′), ``sigma``, ``sigma_oracle`` (mass of the best set of that size),
+        ``stage2_bound`` (θ̂), ``relaxed_bound`` and ``relaxed_candidates`` (NaN where σ ≤ ½).
     layers
         One row a document × arm × layer: ``perturbation``, L of the layer's summed change.
     """

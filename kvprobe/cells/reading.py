@@ -80,7 +80,7 @@ _QUESTION = (
 SEMANTICS = {
     "first_decoded": f"{_QUESTION}; the probe row is the query of the first token that the whole cache decodes",
     "last_prompt": f"{_QUESTION}; the probe row is the query of the question's last token",
-    "next_token": "prefill-then-evict: all but the last token of a bare text is compressed; that token is the probe row",
+    "next_token": "prefill-then-evict: all but the last token of a bare text is compressed; which is the probe row",
 }
 
 

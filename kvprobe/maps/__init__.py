@@ -8,6 +8,7 @@ known, and one row is looked at, that of the first decoded token unless told oth
 """
 
 from kvprobe.cells.pairs import Pair, pairs_of
+from kvprobe.cells.reading import Reading
 from kvprobe.maps.look import look
 from kvprobe.maps.run import Result, run, validate
 from kvprobe.maps.settings import Settings
@@ -18,6 +19,7 @@ __all__ = [
     "CACHES",
     "MEASURES",
     "Pair",
+    "Reading",
     "Result",
     "Settings",
     "budget_rows",

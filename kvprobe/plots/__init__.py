@@ -6,26 +6,39 @@ colour (Okabe and Ito's, for the colour-blind) and by shape, so that every figur
 """
 
 from kvprobe.plots.arms import answer_by_arm
+from kvprobe.plots.assumption import assumption_map
+from kvprobe.plots.audits import audit_figures, bounds_and_actual, tightness_by_layer
 from kvprobe.plots.budgets import score_against_cache, score_curves
 from kvprobe.plots.changes import attention_change
 from kvprobe.plots.heads import head_map
+from kvprobe.plots.maps import map_figures, perturbation_budgets, perturbation_heads, perturbation_layers
 from kvprobe.plots.masses import mass_against_value_mass, span_means
 from kvprobe.plots.niah import niah_figures, subtitle
 from kvprobe.plots.rows import head_spans
 from kvprobe.plots.style import Sheet, headline, sheet
+from kvprobe.plots.sweeps import sweep_curves
 
 __all__ = [
     "Sheet",
     "answer_by_arm",
+    "assumption_map",
     "attention_change",
+    "audit_figures",
+    "bounds_and_actual",
     "head_map",
     "head_spans",
     "headline",
+    "map_figures",
     "mass_against_value_mass",
     "niah_figures",
+    "perturbation_budgets",
+    "perturbation_heads",
+    "perturbation_layers",
     "score_against_cache",
     "score_curves",
     "sheet",
     "span_means",
     "subtitle",
+    "sweep_curves",
+    "tightness_by_layer",
 ]
