@@ -29,10 +29,12 @@ BOUNDS: dict[str, Any] = {
 ASSUMPTION: dict[str, Any] = {
     "source": f"{PAPER}, Fig. 8",
     "setting": "share of heads whose best half budget holds more than half of the attention",
-    "share": {
-        "Llama-3.1-8B-Instruct": {0.1: 0.9990, 0.2: 1.0000},
-        "Mistral-7B-Instruct-v0.3": {0.1: 0.9932, 0.2: 0.9971},
-    },
+    "rows": [
+        {"model": "Llama-3.1-8B-Instruct", "cache": 0.1, "share": 0.9990},
+        {"model": "Llama-3.1-8B-Instruct", "cache": 0.2, "share": 1.0000},
+        {"model": "Mistral-7B-Instruct-v0.3", "cache": 0.1, "share": 0.9932},
+        {"model": "Mistral-7B-Instruct-v0.3", "cache": 0.2, "share": 0.9971},
+    ],
 }
 """Assumption 3.4."""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe import cells, published
+from kvprobe import cells, curves, published
 from kvprobe.audits.settings import Settings
 from kvprobe.audits.summary import layer_rows, rows
-from kvprobe.audits.sweeps import scores, sweep
+from kvprobe.audits.sweeps import refuse_sweep, score_settings, scores, sweep
 from kvprobe.audits.tables import Progress, by_head, by_layer
 from kvprobe.cells import Cells
 from kvprobe.eviction.policies import ratio
@@ -91,7 +91,10 @@ def validate(model: Any, settings: Settings) -> list[Document]:
     """Read the documents, and refuse everything that can be refused before anything is computed or written."""
     documents = settings.reading.documents(model)
     settings.refuse(model, documents)
-    settings.swept()
+    for what in settings.swept():
+        refuse_sweep(model, documents, what, settings.reading.probe)
+        if settings.items:
+            curves.validate(model, score_settings(what, task=settings.task, items=settings.items, seed=settings.seed))
     return documents
 
 

@@ -13,6 +13,7 @@ from kvprobe.cells import Arm, Pair, pairs_of
 from kvprobe.cells.reading import Reading
 from kvprobe.cells.reading import from_command as reading_from
 from kvprobe.errors import EvictionError, TaskError, quote
+from kvprobe.eviction.compose import PRESETS
 from kvprobe.eviction.policies import ratio
 from kvprobe.tasks.document import Document
 from kvprobe.theory.checks import check_p
@@ -88,13 +89,15 @@ class Settings:
 
     def refuse(self, model: Any, documents: Sequence[Document]) -> None:
         """Refuse everything that can be refused before anything is computed."""
-        cells.refuse(model, min(cells.fitting(model, each, self.reading.probe)[0] for each in documents), self.arms)
+        cells.refuse(model, *cells.extent(model, documents, self.reading.probe), self.arms)
 
 
 def from_command(given: Mapping[str, Any]) -> Settings:
     """Settings from the words of ``kvprobe audit``."""
     extra = {name: given[name] for name in ("alpha", "epsilon") if given[name] is not None}
     presets, bases = _words(given["preset"]), _words(given["base"])
+    if not presets:
+        raise EvictionError(f"no preset was given; allowed: {', '.join(PRESETS)}, or both")
     for base in bases:
         if SECOND_STAGE in base:
             raise EvictionError(f"base {base} has a second stage already; allowed: policies without one")

@@ -35,7 +35,7 @@ def rows(
     list of dict
         ``actual``, ``centred_bound``, ``bound``, ``stage2_bound`` are averages under Algorithm 1; ``previous_bound``
         is the relaxed bound under attention-only selection. θ̂ and the relaxed bound leave heads with σ ≤ ½ out
-        (``left_out``: their share); ``bound_same_heads`` is θ of the heads that are left. Ratios are ratios of
+        (``valid_cells`` counts the others); ``bound_same_heads`` is θ of the heads that are left. Ratios are ratios of
         averages: ``ratio`` = stage2_bound / previous_bound, ``ratio_bound`` = bound_same_heads / previous_bound.
     """
     found = []
@@ -79,14 +79,14 @@ def _row(base: pd.DataFrame, ours: pd.DataFrame, seed: int) -> dict[str, Any]:
         interval = _ratio_over_documents(ours, name, "actual", seed)
         short = f"{name.removesuffix('_bound')}_over_actual"
         ratios |= {short: interval.mean, f"{short}_low": interval.low, f"{short}_high": interval.high}
-    valid = float(ours["valid_heads"].sum()) if "valid_heads" in ours else float(both.sum())
+    valid = int(ours["valid_heads"].sum() if "valid_heads" in ours else both.sum())
     return (
         means
         | ratios
         | {
             "violations": violations(base) + violations(ours),
             "n_cells": len(base) + len(ours),
-            "valid_cells": int(valid),
+            "valid_cells": valid,
             "n_docs": int(ours["doc"].nunique()),
         }
     )
@@ -114,8 +114,11 @@ def layer_rows(layers: pd.DataFrame, pairs: Sequence[Pair], seed: int = 0) -> pd
 
 
 def _ratio_over_documents(table: pd.DataFrame, top: str, bottom: str, seed: int) -> stats.Interval:
-    """Ratio of two averages, with its interval over documents."""
+    """Ratio of two averages, with its interval over documents; no interval where nothing changes in some document."""
     means = table.groupby("doc", sort=False)[[top, bottom]].mean()
+    if (means[bottom] <= 0).any():
+        ratio, nan = _over(float(means[top].mean()), float(means[bottom].mean())), float("nan")
+        return stats.Interval(ratio, nan, nan, len(means), "undefined: nothing changes in some document", None, True)
     return stats.ratio_interval(means[top].to_numpy(), means[bottom].to_numpy(), seed=seed)
 
 

@@ -15,6 +15,7 @@ from kvprobe.cells.reading import Reading
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Policy
 from kvprobe.eviction.policies import ratio
+from kvprobe.tasks.document import Document
 
 VALUES: dict[str, tuple[float, ...]] = {
     "alpha": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
@@ -108,10 +109,9 @@ def sweep(
         ``n_docs``.
     """
     documents = Reading(docs, probe=probe, **reading).documents(model)
+    arms = refuse_sweep(model, documents, what, probe, caches)
     policies = [what.pair.base, *what.policies]
-    arms = [Arm(policy, str(cache)) for policy in policies for cache in caches]
     stops = [cells.fitting(model, each, probe)[0] for each in documents]
-    cells.refuse(model, min(stops), arms)
     parts = (cells.measure(cells.probe(model, doc, policies, probe), arms, p=p) for doc in progress(documents))
     heads = cells.joined(parts).heads
     found = []
@@ -119,9 +119,19 @@ def sweep(
         at = heads[heads["cache"] == float(ratio(cache))]
         base = at[at["policy"] == what.pair.base.name]
         for value, policy in zip(what.taken, what.policies, strict=True):
-            row = {"sweep": what.kind, "preset": what.pair.preset, "cache": float(ratio(cache)), "value": value}
+            about = {"sweep": what.kind, "preset": what.pair.preset, "base": what.pair.base.name}
+            row = about | {"cache": float(ratio(cache)), "value": value}
             found.append(row | _row(base, at[at["policy"] == policy.name], seed) | _size(policy, stops))
     return pd.DataFrame(found)
+
+
+def refuse_sweep(
+    model: Any, documents: Sequence[Document], what: Sweep, probe: str, caches: Sequence[Any] = CACHES
+) -> list[Arm]:
+    """The arms of a sweep, refused before anything is run if they cannot be done with these documents."""
+    arms = [Arm(policy, str(cache)) for policy in (what.pair.base, *what.policies) for cache in caches]
+    cells.refuse(model, *cells.extent(model, documents, probe), arms)
+    return arms
 
 
 def _row(base: pd.DataFrame, ours: pd.DataFrame, seed: int) -> dict[str, Any]:
@@ -168,7 +178,7 @@ def scores(
         log-probability against the whole cache) with ``logprob_low``, ``logprob_high``; ``n``.
     """
     policies = (what.pair.base, *what.policies)
-    settings = curves.Settings(policies, tuple(str(cache) for cache in caches), task, length, items, seed)
+    settings = score_settings(what, caches, task=task, items=items, length=length, seed=seed)
     result = curves.run(model, settings, progress)
     answers, table = result.answers(), result.rows()
     whole = answers[answers["policy"] == "full"].set_index("item")["logprob"]
@@ -185,6 +195,20 @@ def scores(
     scored = pd.DataFrame(found)
     scored.attrs["full"] = result.summary["full"]
     return scored
+
+
+def score_settings(
+    what: Sweep,
+    caches: Sequence[Any] = CACHES,
+    *,
+    task: str = "niah_single_1",
+    items: int = 10,
+    length: int = 1000,
+    seed: int = 0,
+) -> curves.Settings:
+    """What :func:`scores` asks of :mod:`kvprobe.curves`."""
+    policies = (what.pair.base, *what.policies)
+    return curves.Settings(policies, tuple(str(cache) for cache in caches), task, length, items, seed)
 
 
 def _share(cache: str) -> float:

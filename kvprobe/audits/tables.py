@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvprobe import cells
 from kvprobe.cells import Arm, Cells
 from kvprobe.cells.reading import Reading
@@ -76,10 +74,15 @@ def audit(
     if not isinstance(policies, (list, tuple)) or not policies:
         raise EvictionError(f"policies={quote(policies)}; allowed: a list of names or policies")
     chosen = [policy(each) if isinstance(each, str) else each for each in policies]
+    for each in chosen:
+        if not isinstance(each, Policy):
+            raise EvictionError(f"{quote(each)} is no policy; allowed: a name, or what eviction.policy(…) returns")
     caches = [str(each) for each in cache] if isinstance(cache, (list, tuple)) else [str(cache)]
+    if not caches:
+        raise EvictionError("no cache ratio was given; allowed: one or more")
     arms = [Arm(each, share) for each in chosen for share in caches]
     documents = Reading(docs, probe=probe, **reading).documents(model)
-    cells.refuse(model, min(cells.fitting(model, each, probe)[0] for each in documents), arms)
+    cells.refuse(model, *cells.extent(model, documents, probe), arms)
     parts = (
         cells.measure(cells.probe(model, doc, chosen, probe), arms, p=p, stages=True) for doc in progress(documents)
     )
@@ -121,7 +124,10 @@ TOLERANCE = 1e-9
 
 
 def violations(table: pd.DataFrame) -> int:
-    """Cells of :func:`audit` where one of actual ≤ θ_c ≤ θ ≤ θ̂ ≤ relaxed does not hold; NaN is none."""
+    """Cells of :func:`audit` where one of actual ≤ θ_c ≤ θ ≤ θ̂ ≤ relaxed does not hold.
+
+    θ̂ and the relaxed bound may be NaN (σ ≤ ½); the others exist in every cell, and NaN there counts.
+    """
     theta = table["bound_valid"] if "bound_valid" in table else table["bound"]
     actual = table["sum_heads"] if "sum_heads" in table else table["actual"]
     chain = [
@@ -132,7 +138,7 @@ def violations(table: pd.DataFrame) -> int:
         (table["stage2_bound"], table["relaxed_candidates"]),
         (table["relaxed_candidates"], table["relaxed_bound"]),
     ]
-    broken = np.zeros(len(table), dtype=bool)
+    broken = table[["actual", "centred_bound", "bound"]].isna().any(axis=1).to_numpy()
     for low, high in chain:
         broken |= (low > high * (1 + TOLERANCE)).to_numpy()
     return int(broken.sum())

@@ -7,7 +7,7 @@ behind them. Maps and audits are summaries of these tables.
 
 from kvprobe.cells.measuring import Arm, Cells, choose, joined, measure, refuse
 from kvprobe.cells.pairs import Pair, matrix, pairs_of
-from kvprobe.cells.probing import PROBES, Probed, fitting, probe
+from kvprobe.cells.probing import PROBES, Probed, extent, fitting, probe
 
 __all__ = [
     "PROBES",
@@ -16,6 +16,7 @@ __all__ = [
     "Pair",
     "Probed",
     "choose",
+    "extent",
     "fitting",
     "joined",
     "matrix",

@@ -84,11 +84,12 @@ def measure(
     chosen = choose(probed, arms) if choices is None else choices
     first = [_first_stage(probed, arm) for arm in arms] if stages else None
     heads, layers = [], []
+    pad = probed.prompt.pad
     for view in probed.trace.layers():
-        keep = _sets([each.keep[view.index] for each in chosen], view)
-        stage1 = None if first is None else _sets([each[view.index] for each in first], view)
-        row, sink = _row(view)
-        found = theory.consequences(row, view.values, view.w_o, keep, stage1=stage1, p=p, sink_mass=sink)
+        row, sink = _row(view, pad)
+        keep = _sets([each.keep[view.index] for each in chosen], row)
+        stage1 = None if first is None else _sets([each[view.index] for each in first], row)
+        found = theory.consequences(row, view.values[:, pad:], view.w_o, keep, stage1=stage1, p=p, sink_mass=sink)
         heads.append(_columns(found, keep, stage1, row, probed.context_stop, sink))
         layers.append(found.layer_perturbation.cpu().numpy())
     return Cells(_frame(probed, arms, heads), _layer_frame(probed, arms, np.stack(layers)))
@@ -99,8 +100,8 @@ def choose(probed: Probed, arms: Sequence[Arm]) -> list[Choice]:
     return [arm.policy.choose(probed.measured.scored(arm.policy), arm.cache) for arm in arms]
 
 
-def refuse(model: Any, n: int, arms: Sequence[Arm]) -> None:
-    """Refuse arms that cannot be told apart, or that have nothing to keep of a context of ``n`` entries."""
+def refuse(model: Any, n: int, behind: int, arms: Sequence[Arm]) -> None:
+    """Refuse arms that cannot be told apart, or done with a context of ``n`` tokens and ``behind`` after it."""
     seen: set[Any] = set()
     for arm in arms:
         key = (arm.policy.name, ratio(arm.cache))
@@ -110,7 +111,7 @@ def refuse(model: Any, n: int, arms: Sequence[Arm]) -> None:
                 "differ in settings only)"
             )
         seen.add(key)
-        rehearse(model, [arm.policy], n, arm.cache)
+        rehearse(model, [arm.policy], n, arm.cache, future=behind)
 
 
 def joined(parts: Iterable[Cells]) -> Cells:
@@ -124,10 +125,10 @@ def joined(parts: Iterable[Cells]) -> Cells:
     )
 
 
-def _row(view: LayerView) -> tuple[Tensor, Tensor | None]:
-    """The probe row's attention [H, n] in fp64, and each head's learned sink mass."""
+def _row(view: LayerView, pad: int) -> tuple[Tensor, Tensor | None]:
+    """The probe row's attention [H, n] over real tokens in fp64, and each head's learned sink mass."""
     sink = None if view.sink is None else view.sink.double()
-    row, mass = theory.attention(view.logits[:, -1].double(), sink)
+    row, mass = theory.attention(view.logits[:, -1, pad:].double(), sink)
     return row, mass
 
 
@@ -135,10 +136,10 @@ def _first_stage(probed: Probed, arm: Arm) -> Tensor:
     return arm.policy.first_stage(probed.measured.scored(arm.policy), arm.cache, arm.alpha)
 
 
-def _sets(keep: Sequence[Tensor], view: LayerView) -> Tensor:
+def _sets(keep: Sequence[Tensor], row: Tensor) -> Tensor:
     """Kept sets [S, H, n]: those of the context by query head, and everything behind it."""
-    n_heads, n = view.logits.shape[0], view.logits.shape[-1]
-    sets = torch.ones(len(keep), n_heads, n, dtype=torch.bool, device=view.logits.device)
+    n_heads, n = row.shape
+    sets = torch.ones(len(keep), n_heads, n, dtype=torch.bool, device=row.device)
     for place, mine in enumerate(keep):
         sets[place, :, : mine.shape[-1]] = mine.to(sets.device).repeat_interleave(n_heads // mine.shape[0], 0)
     return sets

@@ -76,6 +76,9 @@ class Pair:
 
 def pairs_of(base: str, ours: str, presets: Sequence[str] = tuple(PRESETS), **settings: Any) -> tuple[Pair, ...]:
     """The same two policies under every preset; under none where neither of them pools."""
+    for preset in presets:
+        if preset not in PRESETS:
+            raise EvictionError(f"preset={quote(preset)}; allowed: {', '.join(PRESETS)}")
     if not any({"pool", "kernel"} <= settings_of(name) for name in (base, ours)):
         return (Pair.of(base, ours, **settings),)
     return tuple(Pair.of(base, ours, preset, **settings) for preset in presets)
@@ -83,6 +86,11 @@ def pairs_of(base: str, ours: str, presets: Sequence[str] = tuple(PRESETS), **se
 
 def _policy(given: Policy | str, settings: dict[str, Any]) -> Policy:
     if not isinstance(given, str):
+        if settings:
+            raise EvictionError(
+                f"{quote(given)} has its settings already, {next(iter(settings))}= would be ignored; allowed: names "
+                "with settings, or objects without"
+            )
         return given
     has = settings_of(given)
     pools, stage2 = {"pool", "kernel"} <= has, {"alpha", "epsilon"} <= has
@@ -92,5 +100,5 @@ def _policy(given: Policy | str, settings: dict[str, Any]) -> Policy:
 
 def matrix(table: pd.DataFrame, column: str, keys: Sequence[str]) -> np.ndarray[Any, Any]:
     """A column as [documents, cells], cells in the order of ``keys``; every document has every cell once."""
-    wide = table.pivot(index="doc", columns=list(keys), values=column)
+    wide = table.pivot(index="doc", columns=list(keys), values=column).sort_index(axis=1)
     return wide.to_numpy(float)

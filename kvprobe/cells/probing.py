@@ -31,7 +31,7 @@ class Probed:
     prompt
         All tokens; the last one's query is the probe row.
     context_stop
-        Number of first tokens that are compressed.
+        Number of first tokens that are compressed (left pads are no tokens).
     kind
         One of :data:`PROBES`.
     measured
@@ -80,6 +80,12 @@ def probe(model: Any, document: Document, policies: Sequence[Policy], kind: str 
     return Probed(document, prompt, stop, kind, measured, runs.observe(model, prompt, -1, prefix=prefix))
 
 
+def extent(model: Any, documents: Sequence[Document], kind: str) -> tuple[int, int]:
+    """Fewest tokens that are compressed in any document, and fewest known tokens behind them."""
+    found = [fitting(model, document, kind) for document in documents]
+    return min(stop for stop, _ in found), min(len(ids) - stop for stop, ids in found)
+
+
 def fitting(model: Any, document: Document, kind: str) -> tuple[int, torch.Tensor]:
     """Number of compressed tokens and all ids of a document, or why it does not go with this probe."""
     if kind not in PROBES:
@@ -87,7 +93,7 @@ def fitting(model: Any, document: Document, kind: str) -> tuple[int, torch.Tenso
     if not isinstance(document, Document):
         raise PromptError(f"{quote(document)} is no document; allowed: what kvprobe.tasks.documents(…) returns")
     ids = inputs.real_ids(model, document.prompt)
-    n, stop = len(ids), document.context_stop
+    n, stop = len(ids), document.context_stop - document.prompt.pad
     if kind == "next_token":
         if stop != n or n < 2:
             raise PromptError(

@@ -72,12 +72,12 @@ LEVELS = {
 
 
 def _bounds_table(rows: list[dict[str, Any]], level: str) -> Any:
-    columns = ["base", "preset", "cache", "L", "θ_c", "θ", "θ_c/L", "θ/L", "|", "θ", "θ̂", "previous", "θ̂/prev."]
+    columns = ["base", "preset", "cache", "L", "θ_c", "θ", "θ_c/L", "θ/L", "|", "θ", "θ̂", "prev.", "θ/prev.", "θ̂/prev."]
     table = _table(
         f"Averages over {LEVELS[level]}",
         columns,
         2,
-        "right of the bar: only heads with σ > ½, where θ̂ and the bound of attention-only selection (previous) exist",
+        "right of the bar: only heads with σ > ½, where θ̂ and the bound of attention-only selection (prev.) exist",
     )
     for row in rows:
         names = ("actual", "centred_bound", "bound", "centred_over_actual", "bound_over_actual")
@@ -89,13 +89,19 @@ def _bounds_table(rows: list[dict[str, Any]], level: str) -> Any:
             *(_short(row[name]) for name in names),
             "|",
             *(_short(row[name]) for name in both),
-            per_cent(row["ratio"]) if row["ratio"] is not None else "–",
+            *(_ratio(row[name]) for name in ("ratio_bound", "ratio")),
         )
     return table
 
 
+def _ratio(value: float | None) -> str:
+    return "–" if value is None or value != value else per_cent(value)
+
+
 def _short(value: float | None) -> str:
-    return "–" if value is None or value != value else f"{value:.3g}"
+    if value is None or value != value:
+        return "–"
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _published_bounds(fact: dict[str, Any]) -> str:
@@ -133,22 +139,28 @@ def _share(held: dict[str, Any], reading: str) -> str:
 
 
 def _published_assumption(fact: dict[str, Any]) -> str:
-    parts = [
-        f"{model} " + ", ".join(f"{per_cent(cache)}: {100 * share:.2f} %" for cache, share in shares.items())
-        for model, shares in fact["share"].items()
-    ]
+    parts = [f"{row['model']} at {per_cent(row['cache'])}: {100 * row['share']:.2f} %" for row in fact["rows"]]
     return f"the paper's share: {'; '.join(parts)}: {fact['source']}, {fact['setting']}"
 
 
+SHORT = {"alpha": "α", "epsilon": "ε", "norm": "p"}
 NAMES = {"alpha": "α", "epsilon": "ε", "norm": "p of the value norm"}
 
 
 def _sweep_table(summary: dict[str, Any], kind: str) -> Any:
+    base = next(row["base"] for row in summary["sweeps"] if row["sweep"] == kind)
+    task = ", ".join(dict.fromkeys(row["task"] for row in summary["scores"]))
     scored = {(row["preset"], row["cache"], row["value"]): row for row in summary["scores"] if row["sweep"] == kind}
-    columns = ["preset", "cache", NAMES[kind], "mean L", "L − L without stage 2 [95 %]", "heads reduced"]
+    columns = ["preset", "cache", SHORT[kind], "L", "change of L [95 %]", "reduced"]
     columns += ["ε·n"] if kind == "epsilon" else []
-    columns += ["score [95 %]", "Δ ln p (nats)"] if scored else []
-    table = _table(f"Sweep of {NAMES[kind]}", columns, 1)
+    columns += ["score [95 %]", "Δ ln p"] if scored else []
+    table = _table(
+        f"Sweep of {NAMES[kind]}: mean L, its change and the heads reduced against {base} without a second stage"
+        + (f"; score and ln p (nats, against the whole cache) of {task}" if scored else ""),
+        columns,
+        1,
+        "first stages that are smaller than what is kept in any case agree" if kind == "alpha" else None,
+    )
     for row in (row for row in summary["sweeps"] if row["sweep"] == kind):
         cells = [row["preset"], per_cent(row["cache"]), f"{row['value']:g}", f"{row['L']:.4g}"]
         cells += [f"{row['change']:+.3g} {interval(row)}", per_cent(row["heads_reduced"])]

@@ -99,6 +99,8 @@ def _heads_line(name: str, block: dict[str, Any]) -> str:
         else f"{found['significantly_lower']} heads significantly lower, {found['significantly_higher']} higher "
         f"(Wilcoxon, BH at {found['level']:g})"
     )
+    if not why["n_heads"]:
+        return f"{name}: {tested}"
     return (
         f"{name}: {tested}; a median head evicts {_times(why['median_log_mass'])} the mass, at "
         f"{_times(why['median_log_distance'])} the distance from what it keeps"
@@ -111,20 +113,17 @@ def _times(log_ratio: float) -> str:
     return f"{exp(log_ratio):.2f} ×"
 
 
-WHAT = {
-    "attn_out": "attention output, all layers evicting",
-    "hidden": "hidden state after the layer, all layers evicting",
-    "local": "attention output, this layer alone evicting",
-}
 SHOWN = 8
 
 
 def _layers_table(summary: dict[str, Any]) -> Any:
+    from kvprobe.maps import MEASURES as MEASURED
+
     layers = summary["layers"]
     n = len(layers["layer"])
     places = sorted({round(i * (n - 1) / (SHOWN - 1)) for i in range(SHOWN)}) if n > SHOWN else list(range(n))
     table = _table(
-        f"Perturbation by layer, preset {summary['preset']}: {WHAT[summary['measure']]}",
+        f"Perturbation by layer, preset {summary['preset']}: {MEASURED[summary['measure']]}",
         ["layer", summary["policy"], summary["against"], "reduction [95 %]"],
         None if len(places) == n else f"{len(places)} of {n} layers; the JSON has all",
     )

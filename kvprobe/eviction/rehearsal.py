@@ -15,18 +15,18 @@ from kvprobe.eviction.selectors import Scored
 from kvprobe.twopart import LayerSpec
 
 
-def rehearse(model: Any, policies: Sequence[Policy], n: int, cache: str, where: str = "") -> None:
+def rehearse(model: Any, policies: Sequence[Policy], n: int, cache: str, where: str = "", future: int = 1) -> None:
     """Let every policy choose from a context of ``n`` tokens that are all alike.
 
     What a policy refuses there, it refuses by size alone; so the smallest context and the smallest share of a run
-    decide for all.
+    decide for all. ``future`` is the number of tokens behind the context that are known beforehand.
 
     Raises
     ------
     EvictionError
         The policy's own reason, after the cache share and ``where``.
     """
-    check(model, policies, n, future=1)
+    check(model, policies, n, future)
     if entries(n, cache) < 1:
         raise EvictionError(f"cache {cache} of {n} tokens is no entry at all; allowed: at least {1 / n:.4g}")
     for policy in policies:

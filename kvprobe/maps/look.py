@@ -10,6 +10,7 @@ from torch import Tensor
 from kvprobe import cells
 from kvprobe.cells import Arm
 from kvprobe.cells.pairs import Pair
+from kvprobe.errors import TheoryError, quote
 from kvprobe.eviction import Policy
 from kvprobe.traces import Trace
 
@@ -51,24 +52,32 @@ def look(
     """
     pair = Pair.of(base, ours)
     arms = [Arm(policy, str(cache)) for policy in pair.policies]
-    cells.refuse(model, cells.fitting(model, document, probe)[0], arms)
+    cells.refuse(model, *cells.extent(model, [document], probe), arms)
+    n_layers, n_heads = model.geometry.n_layers, model.geometry.n_heads
+    if not (_place(layer, n_layers) and _place(head, n_heads)):
+        raise TheoryError(
+            f"layer {quote(layer)}, head {quote(head)}; allowed: layers 0 … {n_layers - 1}, heads 0 … {n_heads - 1}"
+        )
     probed = cells.probe(model, document, pair.policies, probe)
-    probed.trace.layer(layer)  # refuses a layer that does not exist
-    n_heads = probed.trace.n_heads
     first, second = (
         choice.keep[layer][head * choice.keep.shape[1] // n_heads] for choice in cells.choose(probed, arms)
     )
+    pad = probed.prompt.pad
     spans = {
-        "kept by both": runs_of(first & second),
-        f"only {pair.base.name}": runs_of(first & ~second),
-        f"only {pair.ours.name}": runs_of(second & ~first),
-        "question": [(probed.context_stop, probed.trace.n)],
+        "kept by both": runs_of(first & second, pad),
+        f"only {pair.base.name}": runs_of(first & ~second, pad),
+        f"only {pair.ours.name}": runs_of(second & ~first, pad),
+        "question": [(pad + probed.context_stop, probed.trace.n)],
     }
     return replace(probed.trace, spans={}), {name: found for name, found in spans.items() if found}
 
 
-def runs_of(mask: Tensor) -> list[tuple[int, int]]:
-    """Half-open runs of True in a boolean row."""
+def _place(value: object, n: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < n
+
+
+def runs_of(mask: Tensor, first: int = 0) -> list[tuple[int, int]]:
+    """Half-open runs of True in a boolean row whose first entry stands at position ``first``."""
     padded = [False, *mask.tolist(), False]
     edges = [place for place in range(1, len(padded)) if padded[place] != padded[place - 1]]
-    return [(start - 1, stop - 1) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    return [(first + start - 1, first + stop - 1) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

@@ -28,7 +28,8 @@ class Result:
     heads
         Every cell: :func:`kvprobe.maps.per_head` at all sizes, with ``preset`` in front.
     layers
-        :func:`kvprobe.maps.per_layer` at the main size, with ``preset`` and ``measure``.
+        :func:`kvprobe.maps.per_layer` at the main size, with ``preset`` and ``measure``: all three of them, or
+        ``"local"`` alone where that is what was asked for (nothing is run then).
     summary
         What the command prints.
     """
@@ -69,10 +70,11 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
     """
     documents = validate(model, settings)
     begun = time.perf_counter()
-    caches, left_out = settings.caches(model, settings.shortest(model, documents))
+    caches, left_out = settings.caches(model, *cells.extent(model, documents, settings.reading.probe))
     parts = [_document(model, settings, caches, document) for document in progress(documents)]
     table = cells.joined(part for part, _ in parts)
-    ran = pd.concat([each for _, each in parts], ignore_index=True)
+    runs = [each for _, each in parts if each is not None]
+    ran = pd.concat(runs, ignore_index=True) if runs else None
     heads = _pairs(settings, table.heads, COLUMNS)
     layers = _layers(settings, table.layers, ran)
     stops = [cells.fitting(model, each, settings.reading.probe)[0] for each in documents]
@@ -98,8 +100,10 @@ def validate(model: Any, settings: Settings) -> list[Document]:
     return documents
 
 
-def _document(model: Any, settings: Settings, caches: list[str], document: Document) -> tuple[Cells, pd.DataFrame]:
-    """All cells of one document, and its runs at the main size."""
+def _document(
+    model: Any, settings: Settings, caches: list[str], document: Document
+) -> tuple[Cells, pd.DataFrame | None]:
+    """All cells of one document, and its runs at the main size where they are asked for."""
     policies = [policy for pair in settings.pairs for policy in pair.policies]
     probed = cells.probe(model, document, policies, settings.reading.probe)
     sizes = {ratio(cache): cache for cache in (settings.cache, *caches)}
@@ -107,23 +111,22 @@ def _document(model: Any, settings: Settings, caches: list[str], document: Docum
     choices = cells.choose(probed, arms)
     found = cells.measure(probed, arms, p=settings.norm, choices=choices)
     main = [place for place, arm in enumerate(arms) if ratio(arm.cache) == ratio(settings.cache)]
-    ran = changes(model, probed, [arms[i] for i in main], [choices[i] for i in main], settings.norm)
-    return found, ran
+    if settings.measure == "local":
+        return found, None
+    return found, changes(model, probed, [arms[i] for i in main], [choices[i] for i in main], settings.norm)
 
 
 def _pairs(settings: Settings, table: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
     return pd.concat([_named(pair, pair.columns(table, names)) for pair in settings.pairs], ignore_index=True)
 
 
-def _layers(settings: Settings, local: pd.DataFrame, ran: pd.DataFrame) -> pd.DataFrame:
-    """All three measures, at the main size."""
+def _layers(settings: Settings, local: pd.DataFrame, ran: pd.DataFrame | None) -> pd.DataFrame:
+    """All measures that there are, at the main size."""
     main = local[local["cache"] == float(ratio(settings.cache))]
+    sources = [("local", main, "perturbation")]
+    sources += [] if ran is None else [(name, ran, name) for name in ("attn_out", "hidden")]
     parts = []
-    for measure, table, column in (
-        ("attn_out", ran, "attn_out"),
-        ("hidden", ran, "hidden"),
-        ("local", main, "perturbation"),
-    ):
+    for measure, table, column in sources:
         found = _pairs(settings, table, {column: ""}).rename(columns={"_base": "base", "_ours": "ours"})
         found.insert(1, "measure", measure)
         parts.append(found)

@@ -60,17 +60,21 @@ class Settings:
         for share in (self.cache, *(self.budgets or ())):
             ratio(share)
 
-    def caches(self, model: Any, n: int) -> tuple[list[str], list[str]]:
-        """Sizes of the curve for contexts of ``n`` tokens or more, and those of the usual ones left out."""
+    def caches(self, model: Any, n: int, behind: int = 1) -> tuple[list[str], list[str]]:
+        """Sizes of the curve for contexts of ``n`` tokens or more, and those of the usual ones left out.
+
+        Where none of the usual ones fits, the curve is the main size alone.
+        """
         if self.budgets is not None:
             return list(self.budgets), []
         kept: list[str] = []
         for share in CACHES:
             try:
-                cells.refuse(model, n, self.arms([share]))
+                cells.refuse(model, n, behind, self.arms([share]))
             except KVProbeError:
                 continue
             kept.append(share)
+        kept = kept or [self.cache]
         return kept, [share for share in CACHES if share not in kept]
 
     def arms(self, caches: Sequence[str]) -> list[cells.Arm]:
@@ -79,14 +83,10 @@ class Settings:
 
     def refuse(self, model: Any, documents: Sequence[Document]) -> None:
         """Refuse everything that can be refused before anything is computed."""
-        n = self.shortest(model, documents)
-        cells.refuse(model, n, self.arms([self.cache]))
+        extent = cells.extent(model, documents, self.reading.probe)
+        cells.refuse(model, *extent, self.arms([self.cache]))
         if self.budgets is not None:
-            cells.refuse(model, n, self.arms(self.budgets))
-
-    def shortest(self, model: Any, documents: Sequence[Document]) -> int:
-        """Fewest tokens that are compressed in any document."""
-        return min(cells.fitting(model, each, self.reading.probe)[0] for each in documents)
+            cells.refuse(model, *extent, self.arms(self.budgets))
 
 
 def from_command(given: Mapping[str, Any]) -> Settings:

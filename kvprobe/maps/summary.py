@@ -116,7 +116,7 @@ def _heads_reduced(main: pd.DataFrame, seed: int) -> dict[str, Any]:
         "significantly_lower": int((significant & (rows["difference"] < 0)).sum()),
         "significantly_higher": int((significant & (rows["difference"] > 0)).sum()),
         "level": LEVEL,
-        "p_attainable": float(rows["p_attainable"].max()),
+        "p_attainable": float(rows["p_attainable"].min()),
         "cannot_reject": bool(rows["p_attainable"].min() > LEVEL),
     }
 
@@ -131,6 +131,9 @@ def decomposition(rows: pd.DataFrame) -> dict[str, Any]:
         mass = np.log((rows["mass_ours"] / rows["mass_base"]).to_numpy())
         total = np.log((rows["L_ours"] / rows["L_base"]).to_numpy())
     usable = np.isfinite(mass) & np.isfinite(total)
+    if not usable.any():  # nothing is evicted, or nothing that matters
+        names = ("median_log_ratio", "median_log_mass", "median_log_distance", "share_more_mass", "share_nearer")
+        return dict.fromkeys(names, float("nan")) | {"n_heads": 0}
     mass, total = mass[usable], total[usable]
     distance = total - mass
     return {

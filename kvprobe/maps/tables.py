@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
-MEASURES = ("attn_out", "hidden", "local")
-"""What a layer's perturbation is of: the attention module's output, or the hidden state after the layer, each of a run
-in which all layers evict (their inputs differ, too); or, from closed forms, the attention output of a run in which this
-layer alone evicts."""
+MEASURES = {
+    "attn_out": "the attention output, all layers evicting",
+    "hidden": "the hidden state after the layer, all layers evicting",
+    "local": "the attention output, this layer alone evicting",
+}
+"""What a layer's perturbation is of, in words. Where all layers evict, a layer's inputs differ, too; the last one is a
+closed form that no run is needed for."""
 CACHES = ("0.025", "0.05", "0.1", "0.2", "0.4")
 
 
@@ -211,7 +214,7 @@ def _prepared(
         raise EvictionError("no cache ratio was given; allowed: one or more")
     documents = replace(reading, source=docs).documents(model)
     arms = pair.arms(caches)
-    cells.refuse(model, min(cells.fitting(model, each, reading.probe)[0] for each in documents), arms)
+    cells.refuse(model, *cells.extent(model, documents, reading.probe), arms)
     return pair, arms, documents
 
 

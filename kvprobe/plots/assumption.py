@@ -45,7 +45,7 @@ def assumption_map(sigmas: pd.DataFrame, rows: pd.DataFrame, summary: Mapping[st
     for line, ((base, presets, reading), grids) in zip(axes, panels.items(), strict=True):
         for ax, cache, grid in zip(line, caches, grids, strict=True):
             image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-            _cross(ax, grid <= 0.5)
+            _cross(ax, _fails(grid))
             row = rows[(rows["base"] == base) & (rows["preset"] == presets[0]) & (rows["cache"] == cache)].iloc[0]
             title = f"{base}, {' + '.join(presets)}: {READINGS[reading][1]}, {per_cent(cache)}"
             chars = int(16 * (WIDTH - 1) / len(caches))
@@ -58,7 +58,7 @@ def assumption_map(sigmas: pd.DataFrame, rows: pd.DataFrame, summary: Mapping[st
     for ax in axes[:, 0]:
         ax.set_ylabel("head")
     figure.colorbar(image, ax=axes, label="mean σ over documents", fraction=0.02, aspect=40, shrink=0.8)
-    failing = any((grid <= 0.5).any() for grids in panels.values() for grid in grids)
+    failing = any(_fails(grid).any() for grids in panels.values() for grid in grids)
     look: dict[str, Any] = {"marker": "X", "markersize": 8, "markerfacecolor": "white", "markeredgecolor": "black"}
     mark = Line2D([], [], linestyle="none", label="mean σ of the head is ½ or less: it fails", **look)
     headline(
@@ -89,6 +89,11 @@ def _panels(sigmas: pd.DataFrame, caches: list[float]) -> dict[Any, list[np.ndar
     return dict(sorted(found.items(), key=lambda item: list(dict.fromkeys(sigmas["base"])).index(item[0][0])))
 
 
+def _fails(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Theorem 3.5 needs σ > ½; at ½ its factor 2 − 1/σ is zero already."""
+    return grid <= 0.5
+
+
 def _cross(ax: Axes, failing: np.ndarray[Any, Any]) -> None:
     """A white cross with a dark rim over each failing head, of the size of its cell."""
     at = np.argwhere(failing)[:, ::-1]
@@ -99,6 +104,6 @@ def _cross(ax: Axes, failing: np.ndarray[Any, Any]) -> None:
 
 def _held(row: Any, reading: str, grid: np.ndarray[Any, Any]) -> str:
     share, low, high = (row[f"share_{reading}{end}"] for end in ("", "_low", "_high"))
-    failing = int((grid <= 0.5).sum())
+    failing = int(_fails(grid).sum())
     ends = f" [{100 * low:.1f}, {100 * high:.1f}]" if np.isfinite(float(low)) else ""
     return f"σ > ½: {100 * share:.1f} %{ends}; {plural(failing, 'head')} fail{'s' if failing == 1 else ''}"

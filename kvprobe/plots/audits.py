@@ -55,10 +55,9 @@ def audit_figures(result: Any, summary: Mapping[str, Any]) -> dict[str, Sheet]:
     }
     if result.sweeps is None:
         return figures
-    first = pairs.drop_duplicates("preset")  # sweeps are of the first pair of every preset
     for kind, sweeps in result.sweeps.groupby("sweep", sort=False):
         scores = None if result.scores is None else result.scores[result.scores["sweep"] == kind]
-        figures[f"sweep_{kind}"] = sweep_curves(sweeps.merge(first, on="preset"), scores, summary)
+        figures[f"sweep_{kind}"] = sweep_curves(sweeps, scores, summary)
     return figures
 
 
@@ -91,7 +90,7 @@ def bounds_and_actual(rows: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     held = " to ".join(dict.fromkeys(per_cent(share) for share in (shares.min(), shares.max())))
     for place, level in enumerate(levels):
         mine, ax = rows[rows["level"] == level].reset_index(drop=True), None
-        for side, (series, said) in enumerate(((ALL, "all heads"), (VALID, f"only heads with σ > ½ ({held})"))):
+        for side, (series, said) in enumerate(((ALL, "all heads"), (VALID, f"only heads with σ > ½ ({held} of all)"))):
             ax = figure.add_subplot(*grid, 2 * place + side + 1, sharey=ax)
             _groups(ax, mine, series)
             ax.set_title(f"by {level}, {said}")
@@ -103,8 +102,8 @@ def bounds_and_actual(rows: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
         "How far the bounds lie above the actual perturbation",
         f"{about(summary)}. Averages under Algorithm 1 on the base named; previous: under the base itself.",
         f"a×: θ ÷ L; bars: intervals of θ ÷ L and θ_c ÷ L ({over(summary)}), times L. a %: θ̂ ÷ previous (no "
-        "interval). By layer, bounds are sums over heads. Left and right panels average different heads: compare within a "
-        "panel only.",
+        "interval). By layer, bounds are sums over heads. Left and right average different heads: compare within "
+        "a panel only.",
         handles,
         ncols=2,
     )
@@ -127,12 +126,13 @@ def _groups(ax: Axes, rows: pd.DataFrame, series: Series) -> None:
             ax.plot(at, mine[column], label=f"{column} {base} {preset}", **_marks(colour, marker, filled))
             _bars(ax, at, mine, column, colour)
         names.append((at.mean(), f"{base}\n{preset}"))
-    _ratios(ax, rows, "bound" if "bound" in series else "previous_bound")
+    crowded = len(rows) > 2 * GROUPS
+    _ratios(ax, rows, "bound" if "bound" in series else "previous_bound", said=not crowded)
     _log(ax)
     ax.margins(y=0.12)
-    ax.set_xticks(range(len(rows)), [per_cent(cache) for cache in rows["cache"]], fontsize=7)
+    ax.set_xticks(range(len(rows)), [per_cent(cache) for cache in rows["cache"]], fontsize=7, rotation=90 * crowded)
     ax.set_xlim(-0.6, len(rows) - 0.4)
-    below = ax.secondary_xaxis(-0.09)
+    below = ax.secondary_xaxis(-0.2 if crowded else -0.09)
     below.set_xticks([at for at, _ in names], [name for _, name in names], fontsize=8)
     below.tick_params(length=0)
     below.spines["bottom"].set_visible(False)
@@ -146,13 +146,14 @@ def _bars(ax: Axes, at: np.ndarray[Any, Any], rows: pd.DataFrame, column: str, c
         ax.vlines(at, low, high, colors=colour, linewidth=1.6, alpha=0.6)
 
 
-def _ratios(ax: Axes, rows: pd.DataFrame, column: str) -> None:
-    texts = [f"{v:.2g}×" for v in rows["bound_over_actual"]] if column == "bound" else map(_whole, rows["ratio"])
+def _ratios(ax: Axes, rows: pd.DataFrame, column: str, said: bool) -> None:
+    """θ ÷ L or θ̂ ÷ previous above each point, where there is room; or why there are no points."""
+    texts = [f"{v:.1f}×" for v in rows["bound_over_actual"]] if column == "bound" else map(_whole, rows["ratio"])
     if not np.isfinite(rows[column].to_numpy(float)).any():
         ax.text(0.5, 0.5, "no head has σ > ½: nothing to average", ha="center", transform=ax.transAxes)
         return
     for at, (value, text) in enumerate(zip(rows[column].astype(float), texts, strict=True)):
-        if np.isfinite(value):
+        if said and np.isfinite(value):
             ax.annotate(text, (at, value), (5, 5), textcoords="offset points", ha="center", fontsize=7)
 
 

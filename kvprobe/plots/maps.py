@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from kvprobe.maps.tables import MEASURES
 from kvprobe.plots import perturbations as panels
 from kvprobe.plots.heads import DASHED_CELLS
 from kvprobe.plots.style import WIDTH, Sheet, headline, plural, sheet, styled
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 
     Frames = list[tuple[str, pd.DataFrame]]
 
-WHAT = {
-    "attn_out": "the attention output, all layers evicting",
-    "hidden": "the hidden state after the layer, all layers evicting",
-    "local": "the attention output, this layer alone evicting",
-}
-"""What a layer's perturbation is of, by :data:`kvprobe.maps.MEASURES`."""
 PROBES = {
     "first_decoded": "the first decoded token's query",
     "last_prompt": "the question's last query",
@@ -78,7 +73,7 @@ def perturbation_heads(heads: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet
     _bottom_only(axes)
     _colour_bar(figure, image, axes[:, 0], heads["log2_ratio"], limit)
     each = ", ".join(f"{share['text']} ({preset})" for (preset, _), share in zip(frames, found, strict=True))
-    title = f"Perturbation L falls in {each} of {plural(len(frames[0][1]), 'head')}"
+    title = f"Perturbation L falls in {each} of {plural(len(frames[0][1]), 'head')}, n = {summary['n_docs']}"
     note = _heads_note(heads, summary, limit)
     headline(figure, title, _about(summary, summary.get("cache")), note, _heads_keys(frames), ncols=2)
     return figure
@@ -113,7 +108,7 @@ def perturbation_layers(layers: pd.DataFrame, summary: Mapping[str, Any]) -> She
     for ax, label in zip(axes[:, 0], labels, strict=True):
         ax.set_ylabel(label)
     note = (
-        f"Perturbation of {WHAT.get(summary.get('measure', ''), 'the layer')}: {norm} of evicting minus whole cache. "
+        f"Perturbation of {MEASURES.get(summary.get('measure', ''), 'the layer')}: {norm} of evicting minus whole cache. "
         f"Points: means over documents. Bars: {_interval(summary)} of the paired reduction, each layer by itself, not "
         "corrected for their number; at the bottom, points and bars divided by the layer's mean under base."
     )
@@ -151,7 +146,7 @@ def perturbation_budgets(budgets: pd.DataFrame, summary: Mapping[str, Any]) -> S
     tops = budgets[["base", "ours"]].to_numpy(float)
     axes[0, 0].set_ylim(0, 1.06 * max(tops[tops > 0], default=1.0))
     title, keys = "Perturbation against the share of the cache kept", [*_policies(summary), *_verdict_keys(budgets)]
-    headline(figure, title, _about(summary), _budgets_note(summary), keys, ncols=3)
+    headline(figure, title, _about(summary), _budgets_note(summary, caches), keys, ncols=3)
     return figure
 
 
@@ -198,8 +193,8 @@ def _found(frame: pd.DataFrame, summary: Mapping[str, Any], preset: str) -> dict
     low, high = (100 * panels.number(found.get(name)) for name in ("ci_low", "ci_high"))
     text = f"{100 * found['share']:.1f} %"
     if str(found.get("method", "")).startswith("degenerate"):
-        return found | {"text": f"{text} (all resamples agree)"}
-    return found | {"text": f"{text} [{low:.1f}, {high:.1f}]" if np.isfinite(low + high) else f"{text} (no interval)"}
+        return found | {"text": f"{text} [no spread]"}
+    return found | {"text": f"{text} [{low:.1f}, {high:.1f}]" if np.isfinite(low + high) else f"{text} [no interval]"}
 
 
 def _significance(frame: pd.DataFrame) -> str:
@@ -254,10 +249,11 @@ def _policies(summary: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _verdict_keys(layers: pd.DataFrame) -> list[Any]:
-    known = np.isfinite(layers[["ci_low", "ci_high"]]).all(axis=None)
-    labels = {"falls": "lower under ours", "rises": "higher", "open": "interval holds 0" if known else "no interval"}
-    kinds = set(panels.verdicts(layers))
+def _verdict_keys(rows: pd.DataFrame) -> list[Any]:
+    kinds = panels.verdicts(rows)
+    known = np.isfinite(rows.loc[kinds == "open", ["ci_low", "ci_high"]]).all(axis=1)
+    none = "interval holds 0" if known.all() else "interval holds 0, or none" if known.any() else "no interval"
+    labels = {"falls": "lower under ours", "rises": "higher under ours", "open": none}
     return [_key(labels[name], markersize=5, **look) for name, look in panels.VERDICTS.items() if name in kinds]
 
 
@@ -274,9 +270,20 @@ def _heads_note(heads: pd.DataFrame, summary: Mapping[str, Any], limit: float) -
     )
 
 
-def _budgets_note(summary: Mapping[str, Any]) -> str:
+def window_note(summary: Mapping[str, Any], caches: Sequence[float]) -> str:
+    """At which sizes half of the entries or more are the window that is always kept: little is left to choose."""
+    n = (summary.get("compressed_tokens") or {}).get("min", 0)
+    parts = [part["scorer"] for pair in summary.get("policies") or () for part in pair]
+    window = max((part.get("window", 0) for part in parts), default=0)
+    crowded = ", ".join(f"{100 * cache:.6g} %" for cache in caches if 0 < cache * n <= 2 * window)
+    return f"At {crowded}, the window ({window} entries, always kept) is half or more of the cache." if crowded else ""
+
+
+def _budgets_note(summary: Mapping[str, Any], caches: Sequence[float]) -> str:
     left_out = ", ".join(f"{100 * cache:.6g} %" for cache in summary.get("caches_left_out") or ())
     more = f" Left out: {left_out}, fewer entries than the policies always keep." if left_out else ""
+    crowded = window_note(summary, caches)
+    more += f" {crowded}" if crowded else ""
     return (
         "Left: means over heads and documents. Middle: their paired difference; bars: "
         f"{_interval(summary)}, both divided by the mean under base. Right: heads whose mean over documents falls, by "

@@ -29,7 +29,7 @@ LEVEL = 0.05
 # Blue falls, orange rises. Light orange and light blue look alike in grey, so cells that rise get a dash, too.
 FALLS = AUROC.reversed()
 UNDEFINED = "#BFBFBF"
-LIMITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+LIMITS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Where colours may end, in log2; the first one that covers ``COVERED`` of all heads is taken."""
 COVERED = 0.98
 NEAREST = 1 / 12
@@ -49,8 +49,8 @@ VERDICTS: dict[str, dict[str, Any]] = {
 
 
 def limit_of(ratios: Floats) -> float:
-    """Where colours end: the first of ``LIMITS`` that covers nearly all heads."""
-    sizes = np.sort(np.abs(ratios[~np.isnan(ratios)]))
+    """Where colours end: the first of ``LIMITS`` that covers nearly all heads with a finite ratio."""
+    sizes = np.sort(np.abs(ratios[np.isfinite(ratios)]))
     if not len(sizes):
         return LIMITS[0]
     reached = sizes[math.ceil(COVERED * len(sizes)) - 1]

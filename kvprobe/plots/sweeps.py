@@ -35,8 +35,8 @@ REDUCED = Measure("heads_reduced", "heads_low", "heads_high", 0.5, ", share")
 LOGPROB = Measure("delta_logprob", "logprob_low", "logprob_high", 0.0)
 SCORE = Measure("score", "ci_low", "ci_high")
 NOTE_ALPHA = (
-    " α = 1 is the policy without a second stage: nothing changes, and no head is reduced. Values that agree: their first "
-    "stage is smaller than the window, which is kept in any case."
+    " α = 1 is the policy without a second stage: nothing changes, and no head is reduced. Values that agree: their "
+    "first stage is smaller than the window, which is kept in any case."
 )
 NOTE_SCORES = (
     " Δ ln p: of the gold answer, against the whole cache; score and Δ ln p: 95 % over items; none: no second stage."
@@ -76,17 +76,19 @@ def sweep_curves(sweeps: pd.DataFrame, scores: pd.DataFrame | None, summary: Map
         handles = _curves(ax, table[table["preset"] == presets[column]], places, measure)
         if column == 0:
             ax.set_ylabel(label)
+        if measure is SCORE:
+            ax.set_ylim(-0.05, 1.05)
         if row == 0:
             ax.set_title(f"{mine['base'].iloc[0]}+two_stage, {presets[column]}")
         if row == len(lines) - 1:
-            ax.set_xlabel(SETTING[kind] + (" (steps not to scale)" if kind != "alpha" else ""))
-    task = ""
+            ax.set_xlabel(SETTING[kind] + (" (steps not to scale)" if kind == "epsilon" else ""))
+    norms, task = " and L".join(f"{p:.0f}" for p in dict.fromkeys(plain["measured"])), ""
     if answers is not None:
         task = f" {answers['task'].iloc[0]}: {plural(int(answers['n'].max()), 'item')}."
     headline(
         figure,
         f"What {SETTING[kind].split(',')[0]} changes",
-        f"{about(summary)}; {sweeps['n_tokens'].iloc[0]:.0f} tokens compressed on average.{task}",
+        f"{about({**summary, 'norm': norms})}; {sweeps['n_tokens'].iloc[0]:.0f} tokens compressed on average.{task}",
         f"mean L, against none: mean over heads of L minus L without the second stage; bars: {over(summary)}. heads "
         "reduced: share of the heads whose mean L is lower than without."
         + (NOTE_ALPHA if kind == "alpha" and (sweeps["value"] == 1).any() else "")

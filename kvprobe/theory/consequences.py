@@ -107,7 +107,10 @@ def consequences(
             None if stage1 is None else _of_head(stage1, h, len(A)),
             0.0 if sink_mass is None else float(sink_mass[h]),
         )
-        found, shift = mine.measure(p)
+        try:
+            found, shift = mine.measure(p)
+        except TheoryError as error:  # R = 0
+            raise TheoryError(f"head {h}: {error}") from None
         delta += shift
         heads.append(found)
     columns = {name: torch.stack([head[name] for head in heads], 1) for name in heads[0]}
@@ -198,6 +201,7 @@ def _check(
         and V.ndim == 3
         and V.shape[1] == n
         and H
+        and len(V)
         and not H % len(V)
         and tuple(W_O.shape[:2]) == (H, V.shape[-1])
         and W_O.ndim == 3
