@@ -56,10 +56,9 @@ def audit(
             by_layer.append(row)
         for cache, doc in itertools.product(caches, range(docs)):
             index = pd.MultiIndex.from_product([range(layers), range(heads)], names=["layer", "head"])
-            for policy in (base, f"{base}+two_stage"):
-                each = pd.DataFrame(index=index).reset_index().assign(doc=str(doc), cache=cache)
-                each = each.assign(policy=f"{policy} ({preset})", sigma=rng.uniform(low, 1, len(index)))
-                cells.append(each.assign(sigma_oracle=lambda t: (1 + t["sigma"]) / 2))
+            each = pd.DataFrame(index=index).reset_index().assign(doc=str(doc), cache=cache)
+            each = each.assign(preset=preset, base=base, sigma=rng.uniform(low, 1, len(index)))
+            cells.append(each.assign(sigma_oracle=lambda t: (1 + t["sigma"]) / 2))
     summary = {"model": "tiny/model", "n_docs": docs, "docs": "given texts", "tokens": {"min": 90, "max": 120}}
     summary |= {"truncated": 2, "probe": "first_decoded", "norm": 1}
     summary["policies"] = [[{"name": base}, {"name": f"{base}+two_stage"}] for _, base in pairs]
@@ -67,7 +66,7 @@ def audit(
     result = SimpleNamespace(
         rows=lambda: pd.DataFrame(rows),
         layer_rows=lambda: pd.DataFrame(by_layer),
-        heads=pd.concat(cells),
+        sigmas=lambda: pd.concat(cells),
         sweeps=swept if kinds else None,
         scores=scores if scored and kinds else None,
     )

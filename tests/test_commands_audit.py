@@ -187,7 +187,7 @@ REFUSED = [
     ("--sweep beta", "sweep beta"),
     ("--sweep norm --task qa", "no task 'qa'"),
     ("--sweep norm --items 0 --length 300 --template none --docs {short}", "32"),
-    ("--sweep norm --items 1 --model {tight}", "1000"),
+    ("--sweep norm --items 1 --length 480 --model {tight}", "1000"),
     ("--items -1", "-1"),
     ("--alpha 2", "alpha=2"),
     ("--norm 0", "0"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvprobe.theory import consequences, per_query_head
 
-# SmolLM2-135M's layer: query heads, kv heads, head width, model width; the sets of an audit: 2 policies × 2 presets × 3.
+# SmolLM2-135M's layer: query heads, kv heads, head width, model width; an audit's sets: 2 policies × 2 presets × 3.
 HEADS, KV_HEADS, WIDTH, MODEL = 9, 3, 64, 576
 SETS, KEYS = 12, 1500
 TOLERANCE = 1e-9

@@ -47,6 +47,15 @@ class Result:
             flat.append({name: value for name, value in row.items() if name != "assumption"} | held)
         return pd.DataFrame(flat)
 
+    def sigmas(self) -> pd.DataFrame:
+        """σ of every first stage under Algorithm 1: one row a preset × base × document × cache × layer × head."""
+        columns = ["doc", "cache", "layer", "head", "stage1", "sigma", "sigma_oracle"]
+        parts = []
+        for pair in self.settings.pairs:
+            mine = self.heads.loc[self.heads["policy"] == pair.policies[1].name, columns]
+            parts.append(mine.assign(preset=pair.preset, base=pair.base.name))
+        return pd.concat(parts, ignore_index=True)
+
     def layer_rows(self) -> pd.DataFrame:
         """One row a preset × base × cache × layer: how tight θ and θ_c are."""
         return layer_rows(self.layers, self.settings.pairs, self.settings.seed)

@@ -138,7 +138,7 @@ def violations(table: pd.DataFrame) -> int:
         (table["stage2_bound"], table["relaxed_candidates"]),
         (table["relaxed_candidates"], table["relaxed_bound"]),
     ]
-    broken = table[["actual", "centred_bound", "bound"]].isna().any(axis=1).to_numpy()
+    broken = table[["actual", "centred_bound", "bound"]].isna().any(axis=1).to_numpy(copy=True)
     for low, high in chain:
         broken |= (low > high * (1 + TOLERANCE)).to_numpy()
     return int(broken.sum())

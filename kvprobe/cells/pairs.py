@@ -15,6 +15,8 @@ from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Policy
 from kvprobe.eviction.compose import PRESETS, settings_of
 
+AS_GIVEN = "as given"
+"""The preset of policies that bring their own settings."""
 COLUMNS = {"perturbation": "L", "bound": "bound", "centred_bound": "centred", "mass": "mass"}
 """Column of the cells → its name beside ``_base`` and ``_ours``."""
 
@@ -33,7 +35,7 @@ class Pair:
 
     base: Policy
     ours: Policy
-    preset: str = "as given"
+    preset: str = AS_GIVEN
 
     def __post_init__(self) -> None:
         for each in (self.base, self.ours):
@@ -54,6 +56,8 @@ class Pair:
     @property
     def policies(self) -> tuple[Policy, Policy]:
         """Both, under names that tell presets apart."""
+        if self.preset == AS_GIVEN:
+            return self.base, self.ours
         base, ours = (replace(each, label=f"{each.name} ({self.preset})") for each in (self.base, self.ours))
         return base, ours
 

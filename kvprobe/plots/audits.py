@@ -47,11 +47,10 @@ def audit_figures(result: Any, summary: Mapping[str, Any]) -> dict[str, Sheet]:
         Its summary with the ``model``.
     """
     rows = result.rows()
-    pairs = rows[["preset", "base"]].drop_duplicates()
     figures = {
         "bounds": bounds_and_actual(rows, summary),
         "tightness_by_layer": tightness_by_layer(result.layer_rows(), summary),
-        "assumption": assumption_map(_of_ours(result.heads, pairs, summary), rows, summary),
+        "assumption": assumption_map(result.sigmas(), rows, summary),
     }
     if result.sweeps is None:
         return figures
@@ -59,15 +58,6 @@ def audit_figures(result: Any, summary: Mapping[str, Any]) -> dict[str, Sheet]:
         scores = None if result.scores is None else result.scores[result.scores["sweep"] == kind]
         figures[f"sweep_{kind}"] = sweep_curves(sweeps, scores, summary)
     return figures
-
-
-def _of_ours(heads: pd.DataFrame, pairs: pd.DataFrame, summary: Mapping[str, Any]) -> pd.DataFrame:
-    """The cells of policies with a second stage, with ``preset`` and ``base``: pairs stand in the summary's order."""
-    names = [
-        f"{ours['name']} ({preset})" for preset, (_, ours) in zip(pairs["preset"], summary["policies"], strict=True)
-    ]
-    merged: pd.DataFrame = heads.merge(pairs.assign(policy=names), on="policy")
-    return merged
 
 
 @styled

@@ -108,7 +108,7 @@ def perturbation_layers(layers: pd.DataFrame, summary: Mapping[str, Any]) -> She
     for ax, label in zip(axes[:, 0], labels, strict=True):
         ax.set_ylabel(label)
     note = (
-        f"Perturbation of {MEASURES.get(summary.get('measure', ''), 'the layer')}: {norm} of evicting minus whole cache. "
+        f"Perturbation of {MEASURES.get(summary.get('measure', ''), 'the layer')}: {norm} of evicting − whole cache. "
         f"Points: means over documents. Bars: {_interval(summary)} of the paired reduction, each layer by itself, not "
         "corrected for their number; at the bottom, points and bars divided by the layer's mean under base."
     )
