@@ -16,14 +16,27 @@ import typer
 
 from kvprobe import __version__
 from kvprobe.errors import KVProbeError
+from kvprobe.options import (
+    Alpha,
+    Chat,
+    DocLength,
+    Docs,
+    Documents,
+    Epsilon,
+    Join,
+    Json,
+    Model,
+    Norm,
+    Out,
+    Presets,
+    Probe,
+    Seed,
+    Template,
+)
 
 USAGE = 2  # a mistake in what was given
 INTERNAL = 70  # a mistake of ours, EX_SOFTWARE
 INTERRUPTED = 130  # what typer makes of Ctrl-C
-
-Out = Annotated[Path | None, typer.Option("--out", help="Write tables, figures and a manifest to this folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on the last line of stdout.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Every random choice follows from this number.")]
 
 app = typer.Typer(
     help="Causal probes of the KV cache.",
@@ -47,9 +60,6 @@ def _kvprobe(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     pass
-
-
-Model = Annotated[str, typer.Option("--model", help="smollm2-135m, a folder, or a hub name.")]
 
 
 @app.command()
@@ -128,8 +138,8 @@ def evict(
         int | None, typer.Option(min=1, help="Evict after every so many tokens (default: after the whole context).")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Pooling: paper (max, 7; default) or released (avg, 5).")] = None,
-    alpha: Annotated[float | None, typer.Option(help="First-stage share of two_stage (default 0.5).")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Added to scores in stage 2 (default 1e-4).")] = None,
+    alpha: Alpha = None,
+    epsilon: Epsilon = None,
     profile: Annotated[Path | None, typer.Option(help="Head importance for headkv, a JSON profile.")] = None,
     gates: Annotated[Path | None, typer.Option(help="Gates for duo, a TSV of layers × kv heads.")] = None,
     template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
@@ -152,27 +162,6 @@ def evict(
     commands.print_evict(summary, out)
     if json:
         print(records.to_json(summary))
-
-
-Docs = Annotated[
-    str | None,
-    typer.Option(
-        "--docs",
-        help="Folder of .txt, .txt or .jsonl file, multi_news, or hub:OWNER/NAME:FILE (default: the shipped essays).",
-    ),
-]
-Documents = Annotated[int | None, typer.Option(min=1, help="Number of documents (default: all).")]
-DocLength = Annotated[
-    int | None, typer.Option("--length", min=1, help="Most tokens of a prompt; longer texts are cut at their end.")
-]
-Join = Annotated[int, typer.Option(min=1, help="Consecutive texts that make one document.")]
-Template = Annotated[str | None, typer.Option(help="multi_news, none, or a text with {context}.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Wrap prompts in the tokenizer's chat template.")]
-Probe = Annotated[str, typer.Option(help="first_decoded, last_prompt, or next_token (bare text, no question).")]
-Presets = Annotated[str, typer.Option(help="Pooling: paper (max, 7), released (avg, 5), or both.")]
-Alpha = Annotated[float | None, typer.Option(help="First-stage share of two_stage (default 0.5).")]
-Epsilon = Annotated[float | None, typer.Option(help="Added to scores in stage 2 (default 1e-4).")]
-Norm = Annotated[int, typer.Option(min=1, max=2, help="p of perturbation and bounds.")]
 
 
 @app.command(name="map")

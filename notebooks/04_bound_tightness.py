@@ -32,7 +32,7 @@ from IPython.display import display
 import kvprobe as kp
 
 model = kp.load("smollm2-135m")
-docs = kp.tasks.documents(model, n=8)
+docs = kp.tasks.documents(model, n=6)
 pairs = tuple(
     pair
     for preset in ("paper", "released")
@@ -132,6 +132,6 @@ plt.show()
 
 # %%
 sweep = kp.audits.Sweep("alpha", settings.pairs[0], (0.0, 0.25, 0.5, 0.75, 1.0))
-swept = kp.audits.sweep(model, docs[:4], sweep)
+swept = kp.audits.sweep(model, docs[:3], sweep)
 display(swept[["cache", "value", "L", "base_L", "change", "ci_low", "ci_high", "heads_reduced"]].round(3))
 assert (swept.loc[swept["value"] == 1, "change"] == 0).all()

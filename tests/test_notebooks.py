@@ -11,7 +11,12 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS] == ["01_needles.ipynb", "02_eviction.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_needles.ipynb",
+        "02_eviction.ipynb",
+        "03_perturbation_maps.ipynb",
+        "04_bound_tightness.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

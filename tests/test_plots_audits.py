@@ -187,7 +187,7 @@ def test_bands_below_the_axis_are_explained_and_no_others():
 
 def test_maps_hold_the_mean_sigma_of_every_head_and_cross_those_that_fail(case):
     _, result, _, figures = case
-    rows, cells = result.rows(), result.heads
+    rows, cells = result.rows(), result.sigmas()
     drawn, failing = {}, 0
     for ax in panels(figures["assumption"]):
         title = ax.get_title(loc="left").replace("\n", " ")
@@ -196,7 +196,7 @@ def test_maps_hold_the_mean_sigma_of_every_head_and_cross_those_that_fail(case):
         column, reading = ("sigma_oracle", "oracle") if "best set" in rest else ("sigma", "selected")
         cache = float(rest.split(", ")[1].split(" %")[0]) / 100
         for preset in presets.split(" + "):
-            mine = cells[(cells["policy"] == f"{base}+two_stage ({preset})") & (cells["cache"] == cache)]
+            mine = cells[(cells["base"] == base) & (cells["preset"] == preset) & (cells["cache"] == cache)]
             means = mine.groupby(["head", "layer"])[column].mean().unstack("layer").to_numpy()
             np.testing.assert_allclose(ax.images[0].get_array(), means)
             drawn[base, preset, cache, reading] = True
@@ -214,9 +214,7 @@ def test_maps_hold_the_mean_sigma_of_every_head_and_cross_those_that_fail(case):
 
 def test_a_head_at_one_half_fails_and_maps_that_agree_are_drawn_once():
     result, summary = audit(**ONE | {"docs": 2, "presets": ("paper", "released")})
-    rows, cells = result.rows(), result.heads.assign(sigma_oracle=0.6)
-    cells = cells[cells["policy"].str.contains("two_stage")].assign(base="snapkv")
-    cells["preset"] = cells["policy"].str.extract(r"\((.*)\)")[0]
+    rows, cells = result.rows(), result.sigmas().assign(sigma_oracle=0.6)
     first = (cells["layer"] == 1) & (cells["head"] == 2)
     cells.loc[:, "sigma"] = np.where(first, 0.5, 0.9)
     figure = plots.assumption_map(cells, rows, summary)

@@ -108,7 +108,7 @@ def test_refusals(make, said):
         make()
 
 
-@pytest.mark.parametrize(("more", "said"), [({}, "always keeps"), ({"task": "niah_multikey_1", "items": 1}, "")])
+@pytest.mark.parametrize(("more", "said"), [({}, "always keeps"), ({"task": "niah_multikey_1", "items": 1}, "512")])
 def test_what_a_sweep_cannot_do_is_known_before_the_audit_runs(more, said, tiny, monkeypatch):
     """Its sizes (10 and 20 %) are not those of the audit, and its task is longer than this model reads."""
     wide = Pair(eviction.policy("snapkv", window=6, kernel=3), eviction.policy("snapkv+two_stage", window=6, kernel=3))
