@@ -95,3 +95,8 @@ def count(name: str, value: Any, low: int, high: int | None = None) -> int:
         allowed = f"{low} or more" if high is None else f"{low} … {high}"
         raise InterventionError(f"{name}={quote(value)} is not allowed: give a whole number, {allowed}")
     return operator.index(value)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list, as command lines give it."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())

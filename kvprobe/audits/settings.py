@@ -15,6 +15,7 @@ from kvprobe.cells.reading import from_command as reading_from
 from kvprobe.errors import EvictionError, TaskError, quote
 from kvprobe.eviction.compose import PRESETS
 from kvprobe.eviction.policies import ratio
+from kvprobe.inputs import words
 from kvprobe.tasks.document import Document
 from kvprobe.theory.checks import check_p
 
@@ -95,7 +96,7 @@ class Settings:
 def from_command(given: Mapping[str, Any]) -> Settings:
     """Settings from the words of ``kvprobe audit``."""
     extra = {name: given[name] for name in ("alpha", "epsilon") if given[name] is not None}
-    presets, bases = _words(given["preset"]), _words(given["base"])
+    presets, bases = words(given["preset"]), words(given["base"])
     if not presets:
         raise EvictionError(f"no preset was given; allowed: {', '.join(PRESETS)}, or both")
     for base in bases:
@@ -106,10 +107,10 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     )
     return Settings(
         _distinct(pairs),
-        _words(given["cache"]),
-        _words(given["level"]),
+        words(given["cache"]),
+        words(given["level"]),
         reading_from(given),
-        _words(given["sweep"]),
+        words(given["sweep"]),
         given["task"],
         given["items"],
         given["norm"],
@@ -123,10 +124,6 @@ def _distinct(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
     for pair in pairs:
         seen.setdefault((pair.preset, pair.base.name), pair)
     return tuple(seen.values())
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _some(kind: str, given: Sequence[str], allowed: Sequence[str]) -> None:

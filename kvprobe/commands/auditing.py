@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, documents_line, interval, per_cent, written
+from kvprobe.commands.console import console, documents_line, interval, per_cent, table_of, written
 from kvprobe.commands.running import Experiment
 
 if TYPE_CHECKING:
@@ -56,15 +56,6 @@ def print_audit(summary: dict[str, Any], out: Path | None) -> None:
         screen.print(written(out))
 
 
-def _table(title: str, columns: list[str], left: int, caption: str | None = None) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
-    return table
-
-
 LEVELS = {
     "layer": "a layer: L of the summed change, bounds summed over heads",
     "head": "a head: L and bounds of each head",
@@ -73,7 +64,7 @@ LEVELS = {
 
 def _bounds_table(rows: list[dict[str, Any]], level: str) -> Any:
     columns = ["base", "preset", "cache", "L", "θ_c", "θ", "θ_c/L", "θ/L", "|", "θ", "θ̂", "prev.", "θ/prev.", "θ̂/prev."]
-    table = _table(
+    table = table_of(
         f"Averages over {LEVELS[level]}",
         columns,
         2,
@@ -114,7 +105,7 @@ def _published_bounds(fact: dict[str, Any]) -> str:
 
 
 def _assumption_table(rows: list[dict[str, Any]]) -> Any:
-    table = _table(
+    table = table_of(
         "Assumption 3.4: share of the heads with σ > ½ [95 % over documents], and heads whose mean σ is not",
         ["base", "preset", "cache", "set selected", "best set of that size", "heads failing", "with the best set"],
         2,
@@ -154,7 +145,7 @@ def _sweep_table(summary: dict[str, Any], kind: str) -> Any:
     columns = ["preset", "cache", SHORT[kind], "L", "change of L [95 %]", "reduced"]
     columns += ["ε·n"] if kind == "epsilon" else []
     columns += ["score [95 %]", "Δ ln p"] if scored else []
-    table = _table(
+    table = table_of(
         f"Sweep of {NAMES[kind]}: mean L, its change and the heads reduced against {base} without a second stage"
         + (f"; score and ln p (nats, against the whole cache) of {task}" if scored else ""),
         columns,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +51,13 @@ def interval(row: dict[str, Any]) -> str:
 def written(out: Path) -> str:
     """The files of a finished run, on one line."""
     return "written: " + ", ".join(str(path) for path in sorted(out.iterdir()) if not path.name.startswith("."))
+
+
+def table_of(title: str, columns: Sequence[str], left: int = 1, caption: str | None = None) -> Any:
+    """An empty table for the console; the first ``left`` columns hold text, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
+    return table

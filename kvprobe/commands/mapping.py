@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, documents_line, interval, per_cent, written
+from kvprobe.commands.console import console, documents_line, interval, per_cent, table_of, written
 from kvprobe.commands.running import Experiment
 
 if TYPE_CHECKING:
@@ -65,17 +65,8 @@ def print_map(summary: dict[str, Any], out: Path | None) -> None:
         screen.print(written(out))
 
 
-def _table(title: str, columns: list[str], caption: str | None = None) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", no_wrap=True)
-    return table
-
-
 def _heads_table(summary: dict[str, Any]) -> Any:
-    table = _table(
+    table = table_of(
         f"Share of the {summary['heads_reduced']['n_heads']} heads whose mean over documents is lower under "
         f"{summary['against']} [95 % over documents]",
         ["preset", *MEASURES.values()],
@@ -122,10 +113,10 @@ def _layers_table(summary: dict[str, Any]) -> Any:
     layers = summary["layers"]
     n = len(layers["layer"])
     places = sorted({round(i * (n - 1) / (SHOWN - 1)) for i in range(SHOWN)}) if n > SHOWN else list(range(n))
-    table = _table(
+    table = table_of(
         f"Perturbation by layer, preset {summary['preset']}: {MEASURED[summary['measure']]}",
         ["layer", summary["policy"], summary["against"], "reduction [95 %]"],
-        None if len(places) == n else f"{len(places)} of {n} layers; the JSON has all",
+        caption=None if len(places) == n else f"{len(places)} of {n} layers; the JSON has all",
     )
     for i in places:
         row = {name: layers[name][i] for name in ("ci_low", "ci_high")}
@@ -139,7 +130,7 @@ def _layers_table(summary: dict[str, Any]) -> Any:
 
 
 def _budgets_table(summary: dict[str, Any]) -> Any:
-    table = _table(
+    table = table_of(
         "Mean L over heads by share of the cache kept",
         ["preset", "cache", summary["policy"], summary["against"], "reduction [95 %]", "heads reduced [95 %]"],
     )

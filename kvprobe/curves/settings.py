@@ -11,6 +11,7 @@ from kvprobe.errors import EvictionError, TaskError, quote
 from kvprobe.eviction import Policy, entries, policy
 from kvprobe.eviction.compose import settings_of
 from kvprobe.eviction.policies import ratio
+from kvprobe.inputs import words
 from kvprobe.tasks.items import Item
 
 SETTINGS = ("context", "joint")
@@ -116,7 +117,7 @@ def from_command(given: Mapping[str, Any]) -> Settings:
         for name, flag in (("importance", "profile"), ("gates", "gates"))
         if given[flag] is not None
     }
-    names = _words(given["policies"])
+    names = words(given["policies"])
     own = {name: _own(name) for name in names}
     _used(parts, own)
     policies = tuple(_policy(name, parts, own[name], given["seed"]) for name in names)
@@ -124,11 +125,7 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     if given["haystack"] is not None:
         options["path"] = str(given["haystack"])
     plain = {name: given[name] for name in ("task", "length", "items", "seed", "setting", "chunk", "new_tokens")}
-    return Settings(policies, _words(given["cache"]), **plain, options=options)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    return Settings(policies, words(given["cache"]), **plain, options=options)
 
 
 def _own(name: str) -> set[str]:

@@ -13,6 +13,7 @@ from kvprobe.cells.reading import from_command as reading_from
 from kvprobe.errors import EvictionError, KVProbeError, quote
 from kvprobe.eviction.compose import settings_of
 from kvprobe.eviction.policies import ratio
+from kvprobe.inputs import words
 from kvprobe.maps.tables import CACHES, MEASURES
 from kvprobe.tasks.document import Document
 from kvprobe.theory.checks import check_p
@@ -98,11 +99,6 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     budgets = None if given["budgets"] is None else words(given["budgets"])
     cache = given["cache"].strip()
     return Settings(pairs, cache, budgets, reading_from(given), given["measure"], given["norm"], given["seed"])
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Comma-separated words."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _used(extra: Mapping[str, Any], names: Sequence[str]) -> None:
