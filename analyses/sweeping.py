@@ -34,6 +34,13 @@ class Plan:
     items: int = 8
     item_length: int = 1000
     seed: int = 0
+    setting: str = "context"
+
+    @property
+    def scored(self) -> dict[str, Any]:
+        """What the scores are asked with."""
+        names = {"task": self.task, "items": self.items, "length": self.item_length}
+        return names | {"seed": self.seed, "setting": self.setting}
 
     def validate(self, model: Any) -> list[Document]:
         """Read the documents, and refuse what can be refused: an hour must not end in a mistake of its beginning."""
@@ -44,11 +51,10 @@ class Plan:
         for p in self.measured:
             check_p(p)
         documents = self.reading.documents(model)
-        asked = {"task": self.task, "items": self.items, "length": self.item_length, "seed": self.seed}
         for sweep in self.sweeps:
             refuse_sweep(model, documents, sweep, self.reading.probe, self.caches)
             if self.items:
-                curves.validate(model, score_settings(sweep, self.caches, **asked))
+                curves.validate(model, score_settings(sweep, self.caches, **self.scored))
         return documents
 
     def stops(self, model: Any, documents: Sequence[Document]) -> list[int]:
@@ -67,6 +73,7 @@ def options(parser: argparse.ArgumentParser, base: str) -> None:
     parser.add_argument("--task", default="niah_single_1", help="task of the scores (%(default)s)")
     parser.add_argument("--items", type=int, default=8, help="items of the task, 0 for no scores (%(default)s)")
     parser.add_argument("--item-length", type=int, default=1000, help="tokens of an item (%(default)s)")
+    parser.add_argument("--setting", default="context", help="context (question unseen) or joint (%(default)s)")
 
 
 def plan(model: Any, kind: str, values: Sequence[float], asked: dict[str, Any], base: str, **settings: Any) -> Plan:
@@ -122,8 +129,7 @@ def swept(model: Any, documents: Sequence[Document], planned: Plan, what: Sweep,
 def _scores(model: Any, planned: Plan, what: Sweep, name: str) -> pd.DataFrame:
     from kvprobe.audits.sweeps import scores
 
-    asked = {"task": planned.task, "items": planned.items, "length": planned.item_length, "seed": planned.seed}
-    rows = scores(model, what, planned.caches, progress=progress(f"{name} {planned.task}"), **asked)
+    rows = scores(model, what, planned.caches, progress=progress(f"{name} {planned.task}"), **planned.scored)
     rows.attrs = {}
     return rows
 

@@ -45,7 +45,7 @@ def settings(model: Any, asked: dict[str, Any]) -> Settings:
 
     given = dict(asked)
     plain = {"docs": None, "documents": None, "length": None, "join": 1, "template": None, "chat": False}
-    plain |= {"probe": "first_decoded", "sweep": "", "task": "niah_single_1", "items": 0}
+    plain |= {"probe": "first_decoded", "sweep": "", "task": "niah_single_1", "items": 0, "setting": "context"}
     named = {name.removesuffix("s"): given.pop(name) for name in ("bases", "presets", "caches", "levels")}
     found = from_command(plain | named | given)
     validate(model, found)

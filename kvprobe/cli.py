@@ -212,6 +212,7 @@ def audit(
     sweep: Annotated[str, typer.Option(help="Also sweep any of alpha, epsilon, norm: L, and a task's score.")] = "",
     task: Annotated[str, typer.Option(help="The needle task of a sweep's scores.")] = "niah_single_1",
     items: Annotated[int, typer.Option(min=0, help="Items of that task; 0: no scores.")] = 10,
+    setting: Annotated[str, typer.Option(help="Of those items: context (question unseen) or joint.")] = "context",
     preset: Presets = "paper,released",
     alpha: Alpha = None,
     epsilon: Epsilon = None,

@@ -103,7 +103,7 @@ def validate(model: Any, settings: Settings) -> list[Document]:
     for what in settings.swept():
         refuse_sweep(model, documents, what, settings.reading.probe)
         if settings.items:
-            curves.validate(model, score_settings(what, task=settings.task, items=settings.items, seed=settings.seed))
+            curves.validate(model, score_settings(what, **settings.scored))
     return documents
 
 
@@ -123,7 +123,7 @@ def _sweeps(
         common: dict[str, Any] = {"seed": settings.seed, "progress": progress}
         swept.append(sweep(model, documents, what, probe=settings.reading.probe, p=settings.norm, **common))
         if settings.items:
-            scored.append(scores(model, what, task=settings.task, items=settings.items, **common))
+            scored.append(scores(model, what, progress=progress, **settings.scored))
     return pd.concat(swept, ignore_index=True), pd.concat(scored, ignore_index=True) if scored else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvprobe import cells, tasks
+from kvprobe import cells, curves, tasks
 from kvprobe.audits.sweeps import VALUES, Sweep
 from kvprobe.audits.tables import LEVELS
 from kvprobe.cells import Arm, Pair, pairs_of
@@ -41,8 +41,9 @@ class Settings:
         The documents and the probe.
     sweeps
         Which of :data:`SWEEPS` are run on the first pair of every preset.
-    task, items
-        What the sweeps' scores are of; 0 items: no scores.
+    task, items, setting
+        What the sweeps' scores are of; 0 items: no scores. ``"context"``: the question is unseen when the cache is
+        compressed; ``"joint"``: it is compressed, too (see :class:`kvprobe.curves.Settings`).
     norm
         p of L and of the bounds.
     seed
@@ -56,6 +57,7 @@ class Settings:
     sweeps: tuple[str, ...] = ()
     task: str = "niah_single_1"
     items: int = 10
+    setting: str = "context"
     norm: int = 1
     seed: int = 0
 
@@ -66,6 +68,8 @@ class Settings:
             _some("sweep", self.sweeps, SWEEPS)
         if self.task not in tasks.names():
             raise TaskError(f"no task {self.task!r}, must be one of {', '.join(tasks.names())}")
+        if self.setting not in curves.SETTINGS:
+            raise TaskError(f"setting is {quote(self.setting)}, must be one of {', '.join(curves.SETTINGS)}")
         if isinstance(self.items, bool) or not isinstance(self.items, int) or self.items < 0:
             raise TaskError(f"items is {quote(self.items)}, must be a whole number of at least 0")
         if not self.pairs or not self.caches:
@@ -81,6 +85,11 @@ class Settings:
             for pair in self.pairs
             for arm in pair.arms(self.caches)
         ]
+
+    @property
+    def scored(self) -> dict[str, Any]:
+        """What the sweeps' scores are asked with."""
+        return {"task": self.task, "items": self.items, "seed": self.seed, "setting": self.setting}
 
     def swept(self) -> list[Sweep]:
         """The sweeps: of the first pair of every preset."""
@@ -113,6 +122,7 @@ def from_command(given: Mapping[str, Any]) -> Settings:
         words(given["sweep"]),
         given["task"],
         given["items"],
+        given["setting"],
         given["norm"],
         given["seed"],
     )

@@ -163,13 +163,15 @@ def scores(
     what: Sweep,
     caches: Sequence[Any] = CACHES,
     *,
-    task: str = "niah_single_1",
-    items: int = 10,
-    length: int = 1000,
-    seed: int = 0,
     progress: Progress = iter,
+    **asked: Any,
 ) -> pd.DataFrame:
     """A task's score under each value (the base policy has the value NaN, the whole cache is in ``attrs["full"]``).
+
+    Parameters
+    ----------
+    **asked
+        ``task=``, ``items=``, ``length=``, ``seed=``, ``setting=`` of :func:`score_settings`.
 
     Returns
     -------
@@ -178,7 +180,7 @@ def scores(
         log-probability against the whole cache) with ``logprob_low``, ``logprob_high``; ``n``.
     """
     policies = (what.pair.base, *what.policies)
-    settings = score_settings(what, caches, task=task, items=items, length=length, seed=seed)
+    settings = score_settings(what, caches, **asked)
     result = curves.run(model, settings, progress)
     answers, table = result.answers(), result.rows()
     whole = answers[answers["policy"] == "full"].set_index("item")["logprob"]
@@ -187,8 +189,8 @@ def scores(
     for row in table.to_dict("records"):
         mine = answers[(answers["policy"] == row["policy"]) & (answers["cache"].map(_share) == row["cache"])]
         lost = mine.set_index("item")["logprob"] - whole
-        interval = stats.mean_interval(lost.to_numpy(), seed=seed)
-        about = {"sweep": what.kind, "preset": what.pair.preset, "task": task, "value": values[row["policy"]]}
+        interval = stats.mean_interval(lost.to_numpy(), seed=settings.seed)
+        about = {"sweep": what.kind, "preset": what.pair.preset, "task": settings.task, "value": values[row["policy"]]}
         ends = {"logprob_low": interval.low, "logprob_high": interval.high}
         kept = {name: row[name] for name in ("cache", "score", "ci_low", "ci_high", "delta_logprob", "n")}
         found.append(about | kept | ends)
@@ -205,10 +207,11 @@ def score_settings(
     items: int = 10,
     length: int = 1000,
     seed: int = 0,
+    setting: str = "context",
 ) -> curves.Settings:
-    """What :func:`scores` asks of :mod:`kvprobe.curves`."""
+    """What :func:`scores` asks of :mod:`kvprobe.curves`; ``setting="joint"`` compresses the question, too."""
     policies = (what.pair.base, *what.policies)
-    return curves.Settings(policies, tuple(str(cache) for cache in caches), task, length, items, seed)
+    return curves.Settings(policies, tuple(str(cache) for cache in caches), task, length, items, seed, setting)
 
 
 def _share(cache: str) -> float:

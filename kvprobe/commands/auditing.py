@@ -19,7 +19,7 @@ def audit(name: str, settings: Settings, out: Path | None, arguments: dict[str, 
     from kvprobe import audits
 
     def described(summary: dict[str, Any]) -> dict[str, Any]:
-        names = ("caches", "levels", "sweeps", "task", "items", "norm", "seed")
+        names = ("caches", "levels", "sweeps", "task", "items", "setting", "norm", "seed")
         plain = {name: getattr(settings, name) for name in names}
         return plain | {"reading": asdict(settings.reading), "policies": summary["policies"]}
 

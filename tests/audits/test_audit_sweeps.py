@@ -135,8 +135,9 @@ def test_scores_stand_beside_the_values(tiny, monkeypatch):
     from kvprobe.audits import sweeps
 
     class Small(curve_runs.Small):
-        def __init__(self, policies, caches, task, length, items, seed):
-            super().__init__(policies=policies, caches=caches, task=task, length=length, items=items, seed=seed)
+        def __init__(self, policies, caches, task, length, items, seed, setting):
+            given = {"task": task, "length": length, "items": items, "seed": seed, "setting": setting}
+            super().__init__(policies=policies, caches=caches, **given)
 
     monkeypatch.setattr(sweeps.curves, "Settings", Small)
     what = Sweep("alpha", PAIR, (0.0, 1.0))
