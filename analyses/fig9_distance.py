@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from common import Analysis
-from sweeping import Plan, options, plot, report, swept, table
+from sweeping import Plan, options, plot, report, table
 from sweeping import plan as planned
 
 if TYPE_CHECKING:
@@ -52,25 +51,15 @@ def compute(model: Any, asked: Plan) -> pd.DataFrame:
 
     ``attrs["tables"]["direct"]``: ``change`` is L under L2 selection minus L under L1 selection.
     """
-    import pandas as pd
-
-    found, documents = table(model, asked), asked.validate(model)
-    direct = [
-        swept(model, documents, asked, against(each), p, f"direct {each.pair.preset} L{p}")
-        for each in asked.sweeps
-        for p in asked.measured
-    ]
-    found.attrs["tables"]["direct"] = pd.concat(direct, ignore_index=True)
-    return found
+    return table(model, asked, against)
 
 
 def against(sweep: Sweep) -> Sweep:
-    """The same policy with p = 2 against p = 1."""
+    """The same policy with p = 2 against p = 1: both are policies of the sweep itself, under the same names."""
     from kvprobe.audits import Sweep
     from kvprobe.cells import Pair
 
-    first, ours = sweep.policies[0], sweep.pair.ours
-    return Sweep("norm", Pair(first, replace(ours, label=f"{ours.name}, L2"), sweep.pair.preset), NORMS[1:])
+    return Sweep("norm", Pair(sweep.policies[0], sweep.pair.ours, sweep.pair.preset), NORMS[1:])
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

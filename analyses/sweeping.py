@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,10 @@ def plan(model: Any, kind: str, values: Sequence[float], asked: dict[str, Any], 
     return planned
 
 
-def table(model: Any, planned: Plan) -> pd.DataFrame:
+def table(model: Any, planned: Plan, compared: Callable[[Sweep], Sweep] | None = None) -> pd.DataFrame:
     """One row a preset × cache × value × norm of L: :func:`kvprobe.audits.sweep` with the scores beside it.
+
+    ``compared`` turns a sweep into another one over the same policies: ``attrs["tables"]["direct"]`` has its rows.
 
     ``attrs["tables"]["scores"]``: the scores by themselves, with those of no second stage; ``attrs["about"]``: model,
     documents, probe, seed.
@@ -102,13 +104,17 @@ def table(model: Any, planned: Plan) -> pd.DataFrame:
     import pandas as pd
 
     documents = planned.validate(model)
-    parts, scored = [], []
+    parts, direct, scored = [], [], []
     for each in planned.sweeps:
         name = f"{each.kind} {each.pair.preset}"
-        parts += [swept(model, documents, planned, each, p, f"{name} L{p}") for p in planned.measured]
+        cells = swept(model, documents, planned, each, name)
+        parts += rows(model, documents, planned, each, cells)
+        direct += rows(model, documents, planned, compared(each), cells) if compared else []
         if planned.items:
             scored.append(_scores(model, planned, each, name))
     found, tables = pd.concat(parts, ignore_index=True), {}
+    if direct:
+        tables["direct"] = pd.concat(direct, ignore_index=True)
     if scored:
         tables["scores"] = pd.concat(scored, ignore_index=True)
         beside = tables["scores"].rename(columns=SCORES).drop(columns="sweep")
@@ -117,13 +123,22 @@ def table(model: Any, planned: Plan) -> pd.DataFrame:
     return found
 
 
-def swept(model: Any, documents: Sequence[Document], planned: Plan, what: Sweep, p: int, name: str) -> pd.DataFrame:
-    """One sweep, L in one norm."""
-    from kvprobe.audits import sweep
+def swept(model: Any, documents: Sequence[Document], planned: Plan, what: Sweep, name: str) -> dict[int, pd.DataFrame]:
+    """The cells of one sweep, in every norm of L."""
+    from kvprobe.audits.sweeps import sweep_cells
 
-    probe, seed = planned.reading.probe, planned.seed
-    rows = sweep(model, documents, what, planned.caches, probe=probe, p=p, seed=seed, progress=progress(name))
-    return rows.assign(measured=p)
+    more: dict[str, Any] = {"probe": planned.reading.probe, "norms": planned.measured, "progress": progress(name)}
+    return sweep_cells(model, documents, what, planned.caches, **more)
+
+
+def rows(
+    model: Any, documents: Sequence[Document], planned: Plan, what: Sweep, cells: dict[int, pd.DataFrame]
+) -> list[pd.DataFrame]:
+    """One table a norm of L."""
+    from kvprobe.audits.sweeps import sweep_rows
+
+    stops = planned.stops(model, documents)
+    return [sweep_rows(cells[p], what, planned.caches, stops, planned.seed).assign(measured=p) for p in cells]
 
 
 def _scores(model: Any, planned: Plan, what: Sweep, name: str) -> pd.DataFrame:

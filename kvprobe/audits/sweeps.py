@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvprobe import cells, curves, stats
 from kvprobe.audits.tables import Progress
-from kvprobe.cells import Arm, Pair, matrix
+from kvprobe.cells import Arm, Cells, Pair, matrix
 from kvprobe.cells.reading import Reading
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Policy
@@ -109,11 +109,36 @@ def sweep(
         ``n_docs``.
     """
     documents = Reading(docs, probe=probe, **reading).documents(model)
+    heads = sweep_cells(model, documents, what, caches, probe=probe, norms=(p,), progress=progress)[p]
+    return sweep_rows(heads, what, caches, [cells.fitting(model, each, probe)[0] for each in documents], seed)
+
+
+def sweep_cells(
+    model: Any,
+    documents: Sequence[Document],
+    what: Sweep,
+    caches: Sequence[Any] = CACHES,
+    *,
+    probe: str = "first_decoded",
+    norms: Sequence[int] = (1,),
+    progress: Progress = iter,
+) -> dict[int, pd.DataFrame]:
+    """The cells by head behind a sweep, in each norm of L; one pass a document."""
     arms = refuse_sweep(model, documents, what, probe, caches)
     policies = [what.pair.base, *what.policies]
-    stops = [cells.fitting(model, each, probe)[0] for each in documents]
-    parts = (cells.measure(cells.probe(model, doc, policies, probe), arms, p=p) for doc in progress(documents))
-    heads = cells.joined(parts).heads
+    parts: dict[int, list[Cells]] = {p: [] for p in norms}
+    for document in progress(documents):
+        probed = cells.probe(model, document, policies, probe)
+        choices = cells.choose(probed, arms)
+        for p in norms:
+            parts[p].append(cells.measure(probed, arms, p=p, choices=choices))
+    return {p: cells.joined(found).heads for p, found in parts.items()}
+
+
+def sweep_rows(
+    heads: pd.DataFrame, what: Sweep, caches: Sequence[Any], stops: Sequence[int], seed: int = 0
+) -> pd.DataFrame:
+    """The table of :func:`sweep` from cells; ``stops`` are the compressed tokens of each document."""
     found = []
     for cache in caches:
         at = heads[heads["cache"] == float(ratio(cache))]

@@ -243,7 +243,8 @@ def test_where_no_head_passes_there_is_no_ratio():
 
 WORDS = {
     "base": "snapkv,adakv", "preset": "paper,released", "alpha": None, "epsilon": None, "cache": "0.1,0.2",
-    "level": "layer,head", "sweep": "", "task": "niah_single_1", "items": 10, "setting": "context", "norm": 1, "seed": 0, "docs": None,
+    "level": "layer,head", "sweep": "", "task": "niah_single_1", "items": 10, "norm": 1, "seed": 0, "docs": None,
+    "setting": "context",
     "documents": None, "length": None, "join": 1, "template": None, "chat": False, "probe": "first_decoded",
 }  # fmt: skip
 
