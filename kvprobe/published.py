@@ -5,6 +5,7 @@ Nothing is computed from these numbers. They are of other models, documents and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PAPER = "CriticalKV, arXiv 2502.03805v2"
@@ -37,6 +38,23 @@ ASSUMPTION: dict[str, Any] = {
     ],
 }
 """Assumption 3.4."""
+
+
+def applies(presets: Sequence[str], probe: str, norm: int) -> bool:
+    """Whether a run is of the paper's kind: its poolings, the first decoded token, the L1 norm."""
+    return set(presets) <= {"paper", "released"} and probe == "first_decoded" and norm == 1
+
+
+def heads_reduced(policies: tuple[str, str], presets: Sequence[str], cache: float, probe: str, norm: int) -> Any:
+    """:data:`HEADS_REDUCED` beside a map that compares what it compares, else None."""
+    bases = ("snapkv", "snapkv+adakv")
+    alike = policies in [(base, f"{base}+two_stage") for base in bases] and cache == 0.2
+    return HEADS_REDUCED if alike and applies(presets, probe, norm) else None
+
+
+def audited(presets: Sequence[str], probe: str, norm: int) -> Any:
+    """:data:`BOUNDS` and :data:`ASSUMPTION` beside an audit of the paper's kind, else None."""
+    return {"bounds": BOUNDS, "assumption": ASSUMPTION} if applies(presets, probe, norm) else None
 
 
 def in_words(fact: dict[str, Any]) -> str:

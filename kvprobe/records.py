@@ -80,9 +80,10 @@ class Run:
 
     def _write_manifest(self, status: str) -> None:
         # Half-way between two runs a folder owns the files of both: were this one killed, the next still knows them.
-        owned = set(self._outputs) | (self._stale if status != "complete" else set())
+        earlier = sorted(self._stale - set(self._outputs)) if status != "complete" else []
         cost = {"elapsed_s": round(time.perf_counter() - self._begun, 3), "peak_rss_mib": round(peak_rss_mib(), 1)}
-        write_json(self._manifest | {"status": status} | cost | {"outputs": sorted(owned)}, self.path / MANIFEST)
+        files = {"outputs": sorted(self._outputs)} | ({"earlier_outputs": earlier} if earlier else {})
+        write_json(self._manifest | {"status": status} | cost | files, self.path / MANIFEST)
 
 
 @contextmanager
@@ -196,7 +197,8 @@ def _manifest_of(path: Path) -> dict[str, Any] | None:
 
 def _own_files(path: Path) -> set[str]:
     """Return the names that an earlier run wrote; one that leads out of the folder is not ours to remove."""
-    names = (_manifest_of(path) or {}).get("outputs", [])
+    manifest = _manifest_of(path) or {}
+    names = [*manifest.get("outputs", []), *manifest.get("earlier_outputs", [])]
     return {name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts}
 
 

@@ -71,7 +71,7 @@ def test_a_failed_run_says_so_and_keeps_the_earlier_files(tmp_path):
         raise ZeroDivisionError("by zero")
     told = manifest(tmp_path)
     assert told["status"] == "failed" and told["error"] == "ZeroDivisionError: by zero"
-    assert told["outputs"] == ["first.parquet", "second.parquet"]
+    assert told["outputs"] == ["second.parquet"] and told["earlier_outputs"] == ["first.parquet"]
     assert len(pd.read_parquet(tmp_path / "first.parquet")) == 3
 
 

@@ -21,18 +21,20 @@ def assumption(heads: pd.DataFrame, seed: int = 0) -> dict[str, Any]:
     -------
     dict
         ``share_selected``, ``share_oracle``: share of the heads with σ > ½, mean over documents, with ``…_low`` and
-        ``…_high`` (95 % over documents); ``heads_selected``, ``heads_oracle``: share of the heads whose mean σ over
-        documents is above ½; ``failing_heads``, ``failing_heads_oracle``: the others.
+        ``…_high`` (95 % over documents; NaN where all documents have the same share); ``heads_selected``,
+        ``heads_oracle``: share of the heads whose mean σ over documents is above ½; ``failing_heads``,
+        ``failing_heads_oracle``: the others.
     """
     found: dict[str, Any] = {}
     for reading, column in READINGS.items():
         passes = heads.assign(passes=(heads[column] > 0.5).astype(float)).groupby("doc", sort=False)["passes"].mean()
-        interval = stats.auroc_interval(passes.to_numpy(), seed=seed)
+        interval = stats.mean_interval(passes.to_numpy(), seed=seed, bounds=(0.0, 1.0))
+        low, high = (float("nan"),) * 2 if interval.degenerate else (interval.low, interval.high)
         means = matrix(heads, column, ["layer", "head"]).mean(0)
         found |= {
             f"share_{reading}": interval.mean,
-            f"share_{reading}_low": interval.low,
-            f"share_{reading}_high": interval.high,
+            f"share_{reading}_low": low,
+            f"share_{reading}_high": high,
             f"heads_{reading}": float((means > 0.5).mean()),
         }
     return found | {

@@ -92,7 +92,7 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
     timings = {"documents_s": audited - begun, "sweeps_s": time.perf_counter() - audited}
     summary = {"rows": table, "violations": sum(row["violations"] for row in table)} | about
     summary |= {"sweeps": _records(swept), "scores": _records(scored), "timings_s": timings}
-    summary |= {"published": {"bounds": published.BOUNDS, "assumption": published.ASSUMPTION}}
+    summary |= {"published": published.audited(about["presets"], settings.reading.probe, settings.norm)}
     return Result(settings, heads, layers, swept, scored, summary)
 
 
@@ -101,9 +101,9 @@ def validate(model: Any, settings: Settings) -> list[Document]:
     documents = settings.reading.documents(model)
     settings.refuse(model, documents)
     for what in settings.swept():
-        refuse_sweep(model, documents, what, settings.reading.probe)
+        refuse_sweep(model, documents, what, settings.reading.probe, settings.sweep_caches)
         if settings.items:
-            curves.validate(model, score_settings(what, **settings.scored))
+            curves.validate(model, score_settings(what, settings.sweep_caches, **settings.scored))
     return documents
 
 
@@ -121,9 +121,13 @@ def _sweeps(
     swept, scored = [], []
     for what in settings.swept():
         common: dict[str, Any] = {"seed": settings.seed, "progress": progress}
-        swept.append(sweep(model, documents, what, probe=settings.reading.probe, p=settings.norm, **common))
+        swept.append(
+            sweep(
+                model, documents, what, settings.sweep_caches, probe=settings.reading.probe, p=settings.norm, **common
+            )
+        )
         if settings.items:
-            scored.append(scores(model, what, progress=progress, **settings.scored))
+            scored.append(scores(model, what, settings.sweep_caches, progress=progress, **settings.scored))
     return pd.concat(swept, ignore_index=True), pd.concat(scored, ignore_index=True) if scored else None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe import cells, curves, tasks
+from kvprobe.audits.sweeps import CACHES as SWEEP_CACHES
 from kvprobe.audits.sweeps import VALUES, Sweep
 from kvprobe.audits.tables import LEVELS
 from kvprobe.cells import Arm, Pair, pairs_of
@@ -39,8 +40,8 @@ class Settings:
         ``"layer"``, ``"head"``, or both.
     reading
         The documents and the probe.
-    sweeps
-        Which of :data:`SWEEPS` are run on the first pair of every preset.
+    sweeps, sweep_caches
+        Which of :data:`SWEEPS` are run on the first pair of every preset, and at which shares of the cache.
     task, items, setting
         What the sweeps' scores are of; 0 items: no scores. ``"context"``: the question is unseen when the cache is
         compressed; ``"joint"``: it is compressed, too (see :class:`kvprobe.curves.Settings`).
@@ -55,6 +56,7 @@ class Settings:
     levels: tuple[str, ...] = LEVELS
     reading: Reading = field(default_factory=Reading)
     sweeps: tuple[str, ...] = ()
+    sweep_caches: tuple[str, ...] = SWEEP_CACHES
     task: str = "niah_single_1"
     items: int = 10
     setting: str = "context"
@@ -74,7 +76,9 @@ class Settings:
             raise TaskError(f"items is {quote(self.items)}, must be a whole number of at least 0")
         if not self.pairs or not self.caches:
             raise EvictionError("no policy or no cache ratio was given; allowed: one or more of each")
-        for cache in self.caches:
+        if not self.sweep_caches:
+            raise EvictionError("no cache ratio of a sweep was given; allowed: one or more")
+        for cache in (*self.caches, *self.sweep_caches):
             ratio(cache)
 
     @property
@@ -108,6 +112,9 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     presets, bases = words(given["preset"]), words(given["base"])
     if not presets:
         raise EvictionError(f"no preset was given; allowed: {', '.join(PRESETS)}, or both")
+    for kind, names in (("preset", presets), ("base", bases)):
+        if len(set(names)) < len(names):
+            raise EvictionError(f"{kind} {', '.join(names)}; allowed: each once")
     for base in bases:
         if SECOND_STAGE in base:
             raise EvictionError(f"base {base} has a second stage already; allowed: policies without one")
@@ -120,6 +127,7 @@ def from_command(given: Mapping[str, Any]) -> Settings:
         words(given["level"]),
         reading_from(given),
         words(given["sweep"]),
+        words(given["sweep_cache"]),
         given["task"],
         given["items"],
         given["setting"],

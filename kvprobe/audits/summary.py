@@ -35,8 +35,11 @@ def rows(
     list of dict
         ``actual``, ``centred_bound``, ``bound``, ``stage2_bound`` are averages under Algorithm 1; ``previous_bound``
         is the relaxed bound under attention-only selection. θ̂ and the relaxed bound leave heads with σ ≤ ½ out
-        (``valid_cells`` counts the others); ``bound_same_heads`` is θ of the heads that are left. Ratios are ratios of
-        averages: ``ratio`` = stage2_bound / previous_bound, ``ratio_bound`` = bound_same_heads / previous_bound.
+        (``share_valid`` is that of the others); ``bound_same_heads`` is θ of the heads that are left. Ratios are of
+        averages: ``ratio`` = stage2_bound / previous_bound, ``ratio_bound`` = bound_same_heads / previous_bound. Both
+        compare two bounds of two sets. What the second stage does to one bound is ``ratio_selection`` = stage2_bound /
+        base_stage2_bound; ``share_above_previous`` is the share of cells in which θ̂ is above the previous bound of the
+        other set. ``violations`` are those of L ≤ θ_c ≤ θ ≤ θ̂ ≤ relaxed bound, each of one and the same set.
     """
     found = []
     for pair in pairs:
@@ -69,24 +72,29 @@ def _row(base: pd.DataFrame, ours: pd.DataFrame, seed: int) -> dict[str, Any]:
         "base_actual": float(base["actual"].mean()),
         "base_bound": float(base["bound"].mean()),
         "base_centred_bound": float(base["centred_bound"].mean()),
+        "base_stage2_bound": float(base.loc[both, "stage2_bound"].mean()),
     }
     ratios = {
         "ratio": _over(means["stage2_bound"], means["previous_bound"]),
         "ratio_bound": _over(means["bound_same_heads"], means["previous_bound"]),
+        "ratio_selection": _over(means["stage2_bound"], means["base_stage2_bound"]),
         "ratio_candidates": _over(means["stage2_bound"], means["previous_bound_candidates"]),
     }
     for name in ("bound", "centred_bound"):
         interval = _ratio_over_documents(ours, name, "actual", seed)
         short = f"{name.removesuffix('_bound')}_over_actual"
         ratios |= {short: interval.mean, f"{short}_low": interval.low, f"{short}_high": interval.high}
-    valid = int(ours["valid_heads"].sum() if "valid_heads" in ours else both.sum())
+    n_heads = ours["n_heads"].sum() if "n_heads" in ours else len(ours)
+    valid = ours["valid_heads"].sum() if "valid_heads" in ours else both.sum()
+    above = (ours.loc[both, "stage2_bound"] > base.loc[both, "relaxed_bound"]).mean() if both.any() else float("nan")
     return (
         means
         | ratios
         | {
             "violations": violations(base) + violations(ours),
             "n_cells": len(base) + len(ours),
-            "valid_cells": valid,
+            "share_valid": float(valid / n_heads),
+            "share_above_previous": float(above),
             "n_docs": int(ours["doc"].nunique()),
         }
     )

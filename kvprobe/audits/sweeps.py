@@ -11,7 +11,7 @@ import pandas as pd
 from kvprobe import cells, curves, stats
 from kvprobe.audits.tables import Progress
 from kvprobe.cells import Arm, Cells, Pair, matrix
-from kvprobe.cells.reading import Reading
+from kvprobe.cells.reading import reading_of
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Policy
 from kvprobe.eviction.policies import ratio
@@ -108,7 +108,7 @@ def sweep(
         ``heads_low``, ``heads_high``; ``n_tokens`` (mean of the contexts), ``epsilon_n`` (ε · n, whatever is swept),
         ``n_docs``.
     """
-    documents = Reading(docs, probe=probe, **reading).documents(model)
+    documents = reading_of(docs, probe=probe, **reading).documents(model)
     heads = sweep_cells(model, documents, what, caches, probe=probe, norms=(p,), progress=progress)[p]
     return sweep_rows(heads, what, caches, [cells.fitting(model, each, probe)[0] for each in documents], seed)
 

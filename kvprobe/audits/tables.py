@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe import cells
 from kvprobe.cells import Arm, Cells
-from kvprobe.cells.reading import Reading
+from kvprobe.cells.reading import reading_of
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Policy, policy
 from kvprobe.theory.checks import check_p
@@ -60,7 +60,7 @@ def audit(
         One row a document × policy × cache × layer (× head): ``actual``, ``bound`` (θ), ``centred_bound`` (θ_c),
         ``stage2_bound`` (θ̂), ``relaxed_bound`` (Theorem C.1; ``relaxed_candidates`` with the smallest norm outside
         stage 1 only), ``mass`` (a_S). Heads with σ ≤ ½ have no θ̂ and no relaxed bound: NaN by head; by layer the sums
-        are over the other heads, ``valid_heads`` counts them and ``bound_valid`` is θ of the same heads. By head also
+        are over the other heads, ``valid_heads`` of ``n_heads``, and ``bound_valid`` is θ of the same. By head also
         ``sigma`` and ``sigma_oracle``, by layer ``sum_heads`` (Σ_h L_h) and ``sigma`` (the least of any head).
 
     Raises
@@ -81,7 +81,7 @@ def audit(
     if not caches:
         raise EvictionError("no cache ratio was given; allowed: one or more")
     arms = [Arm(each, share) for each in chosen for share in caches]
-    documents = Reading(docs, probe=probe, **reading).documents(model)
+    documents = reading_of(docs, probe=probe, **reading).documents(model)
     cells.refuse(model, *cells.extent(model, documents, probe), arms)
     parts = (
         cells.measure(cells.probe(model, doc, chosen, probe), arms, p=p, stages=True) for doc in progress(documents)
@@ -104,10 +104,11 @@ def by_layer(found: Cells) -> pd.DataFrame:
     summed = heads.assign(
         sum_heads=heads["perturbation"],
         valid_heads=valid.astype(int),
+        n_heads=1,
         bound_valid=heads["bound"].where(valid, 0.0),
     )
     least = heads.groupby(KEYS, sort=False)["sigma"].min().to_numpy()
-    columns = ["sum_heads", *BOUNDS, "valid_heads", "bound_valid"]
+    columns = ["sum_heads", *BOUNDS, "n_heads", "valid_heads", "bound_valid"]
     table = summed.groupby(KEYS, sort=False)[columns].sum().reset_index()
     whole = found.layers[KEYS].equals(table[KEYS])
     assert whole, "layers come in the same order as their heads"

@@ -5,7 +5,7 @@ the question is answered from; ``measure`` turns kept sets into the exact pertur
 behind them. Maps and audits are summaries of these tables.
 """
 
-from kvprobe.cells.measuring import Arm, Cells, choose, joined, measure, refuse
+from kvprobe.cells.measuring import Arm, Cells, choose, joined, measure, noted, refuse
 from kvprobe.cells.pairs import Pair, matrix, pairs_of
 from kvprobe.cells.probing import PROBES, Probed, extent, fitting, probe
 
@@ -21,6 +21,7 @@ __all__ = [
     "joined",
     "matrix",
     "measure",
+    "noted",
     "pairs_of",
     "probe",
     "refuse",

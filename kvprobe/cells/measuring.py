@@ -100,6 +100,15 @@ def choose(probed: Probed, arms: Sequence[Arm]) -> list[Choice]:
     return [arm.policy.choose(probed.measured.scored(arm.policy), arm.cache) for arm in arms]
 
 
+def noted(arms: Sequence[Arm], choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Facts that policies attach to what they chose (PyramidKV's fallback, …): one entry an arm that has any."""
+    return [
+        {"policy": arm.policy.name, "cache": float(ratio(arm.cache)), **choice.notes}
+        for arm, choice in zip(arms, choices, strict=True)
+        if choice.notes
+    ]
+
+
 def refuse(model: Any, n: int, behind: int, arms: Sequence[Arm]) -> None:
     """Refuse arms that cannot be told apart, or done with a context of ``n`` tokens and ``behind`` after it."""
     seen: set[Any] = set()

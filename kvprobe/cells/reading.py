@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvprobe.cells.probing import PROBES, fitting
@@ -40,7 +40,7 @@ class Reading:
     def documents(self, model: Any) -> list[Document]:
         """Read them, each checked to go with the probe."""
         usual = "none" if self.probe == "next_token" and not self._given else "multi_news"
-        template = self.template or usual
+        template = usual if self.template is None else self.template
         found: list[Document] = documents(
             model, self.source, n=self.n, length=self.length, join=self.join, template=template, chat=self.chat
         )
@@ -72,6 +72,14 @@ class Reading:
             "truncated": sum(document.truncated for document in found),
             "semantics": SEMANTICS[self.probe],
         }
+
+
+def reading_of(source: Any, **given: Any) -> Reading:
+    """A reading from keywords, refused by name where there is no such one."""
+    allowed = [each.name for each in fields(Reading) if each.name != "source"]
+    if unknown := sorted(set(given) - set(allowed)):
+        raise PromptError(f"no setting {quote(unknown[0])} of documents; allowed: {', '.join(allowed)}")
+    return Reading(source, **given)
 
 
 _QUESTION = (

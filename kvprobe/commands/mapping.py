@@ -39,6 +39,10 @@ def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:
 MEASURES = {"mass": "evicted mass a_S", "L": "perturbation L", "centred": "centred bound θ_c", "bound": "bound θ"}
 
 
+FEW = 6
+"""Documents below which the interval of a share covers less than it says (see ``maps.share_reduced``)."""
+
+
 def print_map(summary: dict[str, Any], out: Path | None) -> None:
     """The summary as tables for a person."""
     screen = console()
@@ -50,9 +54,14 @@ def print_map(summary: dict[str, Any], out: Path | None) -> None:
     screen.print(_heads_table(summary))
     for name, block in summary["presets"].items():
         screen.print(_heads_line(name, block))
-    published = summary["published"]
-    shares = ", ".join(f"{model} {per_cent(share)}" for model, share in published["share"].items())
-    screen.print(f"the paper's share, of other models and documents: {shares}: {published['source']}")
+    if summary["n_docs"] < FEW:
+        screen.print(f"fewer than {FEW} documents: the intervals of shares are too narrow")
+    if published := summary["published"]:
+        shares = ", ".join(f"{model} {per_cent(share)}" for model, share in published["share"].items())
+        screen.print(f"the paper's share, of other models and documents: {shares}: {published['source']}")
+    for note in summary["notes"]:
+        facts = ", ".join(f"{key} {value}" for key, value in note.items() if key not in ("policy", "cache"))
+        screen.print(f"{note['policy']} at {per_cent(note['cache'])}: {facts}")
     screen.print(_layers_table(summary))
     screen.print(_budgets_table(summary))
     if summary["caches_left_out"]:
@@ -90,18 +99,22 @@ def _heads_line(name: str, block: dict[str, Any]) -> str:
         else f"{found['significantly_lower']} heads significantly lower, {found['significantly_higher']} higher "
         f"(Wilcoxon, BH at {found['level']:g})"
     )
+    if not found["cannot_reject"] and found["heads_needed"] > 1:
+        tested += f"; none can be unless {found['heads_needed']} heads agree in all documents"
+    if found["n_equal"]:
+        tested += f"; {found['n_equal']} heads equal"
     if not why["n_heads"]:
         return f"{name}: {tested}"
     return (
-        f"{name}: {tested}; a median head evicts {_times(why['median_log_mass'])} the mass, at "
-        f"{_times(why['median_log_distance'])} the distance from what it keeps"
+        f"{name}: {tested}; medians over heads: evicted mass {_times(why['median_log_mass'])}, its distance from what "
+        f"is kept {_times(why['median_log_distance'])}"
     )
 
 
 def _times(log_ratio: float) -> str:
     from math import exp
 
-    return f"{exp(log_ratio):.2f} ×"
+    return f"× {exp(log_ratio):.2f}"
 
 
 SHOWN = 8

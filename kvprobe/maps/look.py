@@ -54,6 +54,7 @@ def look(
     arms = [Arm(policy, str(cache)) for policy in pair.policies]
     cells.refuse(model, *cells.extent(model, [document], probe), arms)
     n_layers, n_heads = model.geometry.n_layers, model.geometry.n_heads
+    layer, head = (int(each) if hasattr(each, "__index__") else each for each in (layer, head))
     if not (_place(layer, n_layers) and _place(head, n_heads)):
         raise TheoryError(
             f"layer {quote(layer)}, head {quote(head)}; allowed: layers 0 … {n_layers - 1}, heads 0 … {n_heads - 1}"

@@ -72,8 +72,8 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
     begun = time.perf_counter()
     caches, left_out = settings.caches(model, *cells.extent(model, documents, settings.reading.probe))
     parts = [_document(model, settings, caches, document) for document in progress(documents)]
-    table = cells.joined(part for part, _ in parts)
-    runs = [each for _, each in parts if each is not None]
+    table = cells.joined(part for part, _, _ in parts)
+    runs = [each for _, each, _ in parts if each is not None]
     ran = pd.concat(runs, ignore_index=True) if runs else None
     heads = _pairs(settings, table.heads, COLUMNS)
     layers = _layers(settings, table.layers, ran)
@@ -82,6 +82,7 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
         "cache": float(ratio(settings.cache)),
         "caches": [float(ratio(cache)) for cache in caches],
         "caches_left_out": [float(ratio(cache)) for cache in left_out],
+        "notes": unique(note for _, _, notes in parts for note in notes),
         "measure": settings.measure,
         "norm": settings.norm,
         "seed": settings.seed,
@@ -102,8 +103,8 @@ def validate(model: Any, settings: Settings) -> list[Document]:
 
 def _document(
     model: Any, settings: Settings, caches: list[str], document: Document
-) -> tuple[Cells, pd.DataFrame | None]:
-    """All cells of one document, and its runs at the main size where they are asked for."""
+) -> tuple[Cells, pd.DataFrame | None, list[dict[str, Any]]]:
+    """All cells of one document, its runs at the main size where they are asked for, and the policies' notes."""
     policies = [policy for pair in settings.pairs for policy in pair.policies]
     probed = cells.probe(model, document, policies, settings.reading.probe)
     sizes = {ratio(cache): cache for cache in (settings.cache, *caches)}
@@ -111,9 +112,11 @@ def _document(
     choices = cells.choose(probed, arms)
     found = cells.measure(probed, arms, p=settings.norm, choices=choices)
     main = [place for place, arm in enumerate(arms) if ratio(arm.cache) == ratio(settings.cache)]
+    notes = cells.noted(arms, choices)
     if settings.measure == "local":
-        return found, None
-    return found, changes(model, probed, [arms[i] for i in main], [choices[i] for i in main], settings.norm)
+        return found, None, notes
+    ran = changes(model, probed, [arms[i] for i in main], [choices[i] for i in main], settings.norm)
+    return found, ran, notes
 
 
 def _pairs(settings: Settings, table: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
@@ -143,3 +146,12 @@ def _by_preset(table: pd.DataFrame, summary: Any) -> pd.DataFrame:
         summary(group).assign(preset=preset) for preset, group in table.groupby("preset", sort=False)
     ]
     return pd.concat(parts, ignore_index=True)
+
+
+def unique(notes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each note once, in the order in which they came up."""
+    found: list[dict[str, Any]] = []
+    for note in notes:
+        if note not in found:
+            found.append(note)
+    return found

@@ -10,11 +10,11 @@ from kvprobe import cells
 from kvprobe.cells.pairs import Pair, pairs_of
 from kvprobe.cells.reading import Reading
 from kvprobe.cells.reading import from_command as reading_from
-from kvprobe.errors import EvictionError, KVProbeError, quote
+from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.compose import settings_of
 from kvprobe.eviction.policies import ratio
 from kvprobe.inputs import words
-from kvprobe.maps.tables import CACHES, MEASURES
+from kvprobe.maps.tables import CACHES, MEASURES, fitting_caches
 from kvprobe.tasks.document import Document
 from kvprobe.theory.checks import check_p
 
@@ -51,7 +51,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_p(self.norm)
-        if self.measure not in MEASURES:
+        if self.measure not in tuple(MEASURES):
             raise EvictionError(f"measure={quote(self.measure)}; allowed: {', '.join(MEASURES)}")
         presets = [pair.preset for pair in self.pairs]
         if not self.pairs or len(set(presets)) < len(presets):
@@ -68,14 +68,7 @@ class Settings:
         """
         if self.budgets is not None:
             return list(self.budgets), []
-        kept: list[str] = []
-        for share in CACHES:
-            try:
-                cells.refuse(model, n, behind, self.arms([share]))
-            except KVProbeError:
-                continue
-            kept.append(share)
-        kept = kept or [self.cache]
+        kept = fitting_caches(model, n, behind, self.arms) or [self.cache]
         return kept, [share for share in CACHES if share not in kept]
 
     def arms(self, caches: Sequence[str]) -> list[cells.Arm]:

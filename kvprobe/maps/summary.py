@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 
 from kvprobe import published, stats
 from kvprobe.cells.pairs import COLUMNS, matrix
+from kvprobe.errors import StatisticsError, quote
 from kvprobe.eviction.policies import ratio
 
 if TYPE_CHECKING:
@@ -75,7 +77,16 @@ def budget_rows(table: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
 
 
 def share_reduced(table: pd.DataFrame, measure: str = "L", seed: int = 0) -> dict[str, Any]:
-    """Share of heads whose mean over documents is lower under ``ours``, with its interval over documents."""
+    """Share of heads whose mean over documents is lower under ``ours``, with its interval over documents.
+
+    ``table`` is that of :func:`kvprobe.maps.per_head` at one size; ``measure`` is ``"L"``, ``"bound"``, ``"centred"``
+    or ``"mass"``. Heads that are equal are not lower (``n_equal``). Drawn from 22 documents, intervals of 2 cover 69 %,
+    of 3 or 4 88 %, from 6 on 95 %: below that they are too narrow.
+    """
+    if measure not in COLUMNS.values():
+        raise StatisticsError(f"measure={quote(measure)}; allowed: {', '.join(COLUMNS.values())}")
+    if table.duplicated(["doc", *HEAD]).any():
+        raise StatisticsError("several rows of one document and head; allowed: one cache size, one preset")
     found = stats.share_interval(_differences(table, measure), seed=seed)
     interval = found.interval
     return {
@@ -106,18 +117,25 @@ def summarise(settings: Settings, heads: pd.DataFrame, layers: pd.DataFrame, cac
             "budgets": budget_rows(mine[mine["cache"].isin(caches)], settings.seed).to_dict("records"),
         }
     first = next(iter(presets))
-    return {"preset": first} | presets[first] | {"presets": presets, "published": published.HEADS_REDUCED}
+    names = (settings.pairs[0].base.name, settings.pairs[0].ours.name)
+    share = float(ratio(settings.cache))
+    fact = published.heads_reduced(names, list(presets), share, settings.reading.probe, settings.norm)
+    return {"preset": first} | presets[first] | {"presets": presets, "published": fact}
 
 
 def _heads_reduced(main: pd.DataFrame, seed: int) -> dict[str, Any]:
     rows = head_rows(main)
+    attainable, n_heads = float(rows["p_attainable"].min()), len(rows)
+    # Benjamini-Hochberg rejects k heads if k of them have p <= level k / H: so many would have to agree at least.
+    needed = max(1, math.ceil(attainable * n_heads / LEVEL * (1 - 1e-9)))
     significant = rows["p_bh"] <= LEVEL
     return share_reduced(main, "L", seed) | {
         "significantly_lower": int((significant & (rows["difference"] < 0)).sum()),
         "significantly_higher": int((significant & (rows["difference"] > 0)).sum()),
         "level": LEVEL,
-        "p_attainable": float(rows["p_attainable"].min()),
-        "cannot_reject": bool(rows["p_attainable"].min() > LEVEL),
+        "p_attainable": attainable,
+        "heads_needed": needed,
+        "cannot_reject": needed > n_heads,
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvprobe import cells, runs
 from kvprobe.cells import Arm, Cells, Probed
 from kvprobe.cells.pairs import COLUMNS, Pair
-from kvprobe.cells.reading import Reading
+from kvprobe.cells.reading import Reading, reading_of
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction import Choice, KeepMask, Policy
 from kvprobe.interventions import KVMask
@@ -80,7 +80,7 @@ def per_head(
         Before anything is run, for whatever cannot be done with these documents.
     """
     check_p(p)
-    pair, arms, documents = _prepared(model, docs, base, ours, cache, Reading(None, probe=probe, **reading))
+    pair, arms, documents = _prepared(model, docs, base, ours, cache, reading_of(None, probe=probe, **reading))
     found = (cells.measure(_probe(model, doc, pair, probe), arms, p=p) for doc in progress(documents))
     return pair.columns(cells.joined(found).heads, COLUMNS)
 
@@ -117,9 +117,9 @@ def per_layer(
         One row a document × cache × layer: ``base``, ``ours``.
     """
     check_p(p)
-    if measure not in MEASURES:
+    if measure not in tuple(MEASURES):
         raise EvictionError(f"measure={quote(measure)}; allowed: {', '.join(MEASURES)}")
-    pair, arms, documents = _prepared(model, docs, base, ours, cache, Reading(None, probe=probe, **reading))
+    pair, arms, documents = _prepared(model, docs, base, ours, cache, reading_of(None, probe=probe, **reading))
     parts = []
     for document in progress(documents):
         probed = _probe(model, document, pair, probe)
@@ -138,7 +138,7 @@ def per_budget(
     docs: Any,
     base: Policy | str,
     ours: Policy | str,
-    caches: Sequence[Any] = CACHES,
+    caches: Sequence[Any] | None = None,
     **settings: Any,
 ) -> pd.DataFrame:
     """Mean perturbation over all heads at every size (Fig. 6's quantity).
@@ -146,7 +146,7 @@ def per_budget(
     Parameters
     ----------
     caches
-        Shares of the context's entries to keep.
+        Shares of the context's entries to keep; None: those of :data:`CACHES` that the policies can do.
     model, docs, base, ours, **settings
         As in :func:`per_head`.
 
@@ -156,7 +156,24 @@ def per_budget(
         One row a document × cache: ``base``, ``ours`` (mean of L over layers and heads), ``heads_lower`` (share of the
         heads whose L is lower under ``ours`` in this document).
     """
+    if caches is None:
+        reading = {name: value for name, value in settings.items() if name not in ("p", "progress")}
+        documents = reading_of(docs, **reading).documents(model)
+        extent = cells.extent(model, documents, reading.get("probe", "first_decoded"))
+        caches = fitting_caches(model, *extent, Pair.of(base, ours).arms)
     return by_budget(per_head(model, docs, base, ours, caches, **settings))
+
+
+def fitting_caches(model: Any, n: int, behind: int, arms_at: Callable[[list[str]], list[Arm]]) -> list[str]:
+    """Those of :data:`CACHES` that all policies can do with contexts of ``n`` tokens."""
+    kept = []
+    for share in CACHES:
+        try:
+            cells.refuse(model, n, behind, arms_at([share]))
+        except EvictionError:
+            continue
+        kept.append(share)
+    return kept
 
 
 def by_budget(heads: pd.DataFrame) -> pd.DataFrame:

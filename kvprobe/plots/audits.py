@@ -152,7 +152,9 @@ def _whole(share: float) -> str:
 
 
 def _log(ax: Axes) -> None:
-    """A logarithmic axis with plain numbers."""
+    """A logarithmic axis with plain numbers; a linear one where nothing is above 0 (nothing changes)."""
+    if not any((np.asarray(line.get_ydata(), dtype=float) > 0).any() for line in ax.lines):
+        return
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")

@@ -75,7 +75,7 @@ def check_projection(X: Tensor, W_O: Tensor, name: str = "V") -> None:
 
 def check_p(p: int) -> None:
     """Refuse every norm but the 1-norm and the 2-norm."""
-    if p not in (1, 2):
+    if isinstance(p, bool) or p not in (1, 2):
         raise TheoryError(f"p = {p!r}; allowed: 1, 2")
 
 

@@ -212,6 +212,9 @@ def _check(
         raise TheoryError(
             f"{shown}, A {A.dtype}; allowed: A [H, n] fp32 or fp64, V [K, n, d], W_O [H, d, D], K | H, sink_mass [H]"
         )
+    total = A.sum(-1) if sink_mass is None else A.sum(-1) + sink_mass
+    if not bool((total <= 1.001).all() & torch.isfinite(V).all()):  # NaN compares as false
+        raise TheoryError(f"A sums to {float(total.max()):.4g}, or V is not finite; allowed: sums of at most 1")
     _check_sets(keep, "keep", H, n)
     if stage1 is not None:
         _check_sets(stage1, "stage1", H, n)
@@ -221,5 +224,6 @@ def _check(
 
 def _check_sets(sets: Tensor, name: str, n_heads: int, n: int) -> None:
     shape: Sequence[int] = sets.shape
-    if sets.dtype != torch.bool or len(shape) != 3 or shape[2] != n or not shape[1] or n_heads % shape[1]:
+    fits = sets.dtype == torch.bool and len(shape) == 3 and shape[2] == n and shape[0] and shape[1]
+    if not fits or n_heads % shape[1]:
         raise TheoryError(f"{name} is {sets.dtype} {list(shape)}; allowed: bool [sets, heads, {n}], heads | {n_heads}")

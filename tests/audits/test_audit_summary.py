@@ -98,7 +98,7 @@ def test_rows_are_ratios_of_averages_by_loops():
         )
         assert row["violations"] == 0 and row["n_docs"] == 12 and row["n_cells"] == 2 * len(ours)
         mine = heads[(heads["policy"] == which.policies[1].name) & (heads["cache"] == row["cache"])]
-        assert row["valid_cells"] == int((mine["sigma"] > 0.5).sum())
+        assert row["share_valid"] == pytest.approx((mine["sigma"] > 0.5).mean())
         assert row["assumption"] == audits.assumption(mine, 3)
 
 
@@ -238,13 +238,13 @@ def test_where_no_head_passes_there_is_no_ratio():
     found.heads["sigma"] = 0.4
     for row in audits.rows(by_head(found), by_layer(found), (pair(),), audits.LEVELS):
         assert all(math.isnan(row[name]) for name in ("ratio", "ratio_bound", "stage2_bound", "previous_bound"))
-        assert row["valid_cells"] == 0 and row["assumption"]["share_selected"] == 0 and row["bound_over_actual"] > 1
+        assert row["share_valid"] == 0 and row["assumption"]["share_selected"] == 0 and row["bound_over_actual"] > 1
 
 
 WORDS = {
     "base": "snapkv,adakv", "preset": "paper,released", "alpha": None, "epsilon": None, "cache": "0.1,0.2",
     "level": "layer,head", "sweep": "", "task": "niah_single_1", "items": 10, "norm": 1, "seed": 0, "docs": None,
-    "setting": "context",
+    "setting": "context", "sweep_cache": "0.1,0.2",
     "documents": None, "length": None, "join": 1, "template": None, "chat": False, "probe": "first_decoded",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from statsmodels.stats.multitest import multipletests
 from kvprobe import eviction, maps, published, records, stats
 from kvprobe.cells import Pair
 from kvprobe.cells.reading import Reading
-from kvprobe.errors import EvictionError, KVProbeError
+from kvprobe.errors import EvictionError, KVProbeError, StatisticsError
 from kvprobe.maps import Settings
 from kvprobe.maps.settings import from_command
 
@@ -226,7 +226,7 @@ def test_a_runs_summary_is_that_of_its_tables(ran):
         assert (block["policy"], block["against"]) == ("snapkv", "snapkv+two_stage")
     assert (summary["caches"], summary["caches_left_out"], summary["cache"]) == ([0.5, 0.125], [], 0.25)
     assert summary["n_docs"] == 4 and summary["tokens"] == {"min": 26, "max": 26} and summary["norm"] == 2
-    assert summary["compressed_tokens"] == {"min": 24, "max": 24} and summary["published"] == published.HEADS_REDUCED
+    assert summary["compressed_tokens"] == {"min": 24, "max": 24} and summary["published"] is None
     assert [[each["name"] for each in pair] for pair in summary["policies"]] == [["snapkv", "snapkv+two_stage"]] * 2
     json.loads(records.to_json(summary))
 
@@ -272,6 +272,33 @@ def test_a_context_that_none_of_the_usual_sizes_fits_has_a_curve_of_the_main_one
     result = maps.run(tiny("llama"), Settings((wide,), "0.5", reading=Reading(docs)))
     assert result.summary["caches"] == [0.5] and len(result.head_rows()) == 18
     assert len(result.summary["caches_left_out"]) == 5 and list(result.budget_rows()["cache"]) == [0.5]
+
+
+def test_the_papers_share_stands_beside_what_it_is_of_and_nothing_else():
+    usual = (("snapkv", "snapkv+two_stage"), ["paper", "released"], 0.2, "first_decoded", 1)
+    assert published.heads_reduced(*usual) is published.HEADS_REDUCED
+    others = (("snapkv", "streaming"), ["as given"], 0.4, "next_token", 2)
+    for place, other in enumerate(others):
+        assert published.heads_reduced(*usual[:place], other, *usual[place + 1 :]) is None
+    assert published.audited(["paper"], "first_decoded", 1)["bounds"] is published.BOUNDS
+    assert published.audited(["paper"], "last_prompt", 1) is None
+
+
+def test_one_size_and_one_measure_at_a_time():
+    both = table(caches=(0.2, 0.4))
+    with pytest.raises(StatisticsError, match="several rows of one document and head"):
+        maps.share_reduced(both)
+    with pytest.raises(StatisticsError, match="measure='foo'; allowed: L, bound, centred, mass"):
+        maps.share_reduced(both[both["cache"] == 0.2], "foo")
+
+
+def test_notes_of_a_policy_and_equal_heads_are_told(tiny):
+    """PyramidKV falls back to uniform budgets on short contexts: the map must say so, not report a finding."""
+    pair = Pair(eviction.policy("snapkv", window=10, kernel=3), eviction.policy("pyramid", window=10, kernel=3))
+    docs = [small.document(i) for i in range(2)]
+    result = maps.run(tiny("llama"), Settings((pair,), "0.5", ("0.5",), Reading(docs), "local"))
+    note = {"policy": "snapkv+pyramid", "cache": 0.5, "fallback": True}
+    assert result.summary["notes"] == [note] and result.summary["heads_reduced"]["n_equal"] == 18
 
 
 def test_the_whole_cache_has_a_summary_without_a_decomposition(tiny):
