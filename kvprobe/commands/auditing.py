@@ -43,7 +43,9 @@ def print_audit(summary: dict[str, Any], out: Path | None) -> None:
     screen.print(f"bounds on {summary['model']}: {documents_line(summary)}, L{summary['norm']}")
     screen.print(summary["semantics"])
     for level in dict.fromkeys(row["level"] for row in summary["rows"]):
-        screen.print(_bounds_table([row for row in summary["rows"] if row["level"] == level], level))
+        rows = [row for row in summary["rows"] if row["level"] == level]
+        screen.print(_bounds_table(rows, level))
+        screen.print(_stages_table(rows, level))
     published = summary["published"]
     if published:
         screen.print(_published_bounds(published["bounds"]))
@@ -69,47 +71,35 @@ LEVELS = {
 
 
 def _bounds_table(rows: list[dict[str, Any]], level: str) -> Any:
-    columns = [
-        "base",
-        "preset",
-        "cache",
-        "L",
-        "θ_c",
-        "θ",
-        "θ_c/L",
-        "θ/L",
-        "|",
-        "θ σ>½",
-        "θ̂",
-        "prev.",
-        "θ/prev.",
-        "θ̂/prev.",
-        "θ̂/θ̂ base",
-    ]
-    table = table_of(
-        f"Averages over {LEVELS[level]}",
-        columns,
-        2,
-        "right of the bar: only heads with σ > ½, where θ̂ exists; prev.: relaxed bound of attention-only selection; "
-        "θ̂/θ̂ base: what the second stage does to the bound it minimises",
-    )
+    columns = ["base", "preset", "cache", "L", "θ_c", "θ", "θ_c/L", "θ/L"]
+    table = table_of(f"Averages over {LEVELS[level]}", columns, 2)
+    names = ("actual", "centred_bound", "bound", "centred_over_actual", "bound_over_actual")
     for row in rows:
-        names = ("actual", "centred_bound", "bound", "centred_over_actual", "bound_over_actual")
-        both = ("bound_same_heads", "stage2_bound", "previous_bound")
-        table.add_row(
-            row["base"],
-            row["preset"],
-            per_cent(row["cache"]),
-            *(_short(row[name]) for name in names),
-            "|",
-            *(_short(row[name]) for name in both),
-            *(_ratio(row[name]) for name in ("ratio_bound", "ratio", "ratio_selection")),
-        )
+        table.add_row(*_about(row), *(_short(row[name]) for name in names))
     return table
 
 
+def _stages_table(rows: list[dict[str, Any]], level: str) -> Any:
+    columns = ["base", "preset", "cache", "heads", "θ", "θ̂", "prev.", "θ/prev.", "θ̂/prev.", "θ̂/θ̂ base", "θ̂ > prev."]
+    table = table_of(
+        f"The same by {level}, only heads with σ > ½, where θ̂ exists",
+        columns,
+        2,
+        "prev.: relaxed bound of attention-only selection, another set; θ̂/θ̂ base: what the second stage does to θ̂",
+    )
+    for row in rows:
+        bounds = (_short(row[name]) for name in ("bound_same_heads", "stage2_bound", "previous_bound"))
+        ratios = (_ratio(row[name]) for name in ("ratio_bound", "ratio", "ratio_selection"))
+        table.add_row(*_about(row), _ratio(row["share_valid"]), *bounds, *ratios, _ratio(row["share_above_previous"]))
+    return table
+
+
+def _about(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["base"], row["preset"], per_cent(row["cache"])
+
+
 def _ratio(value: float | None) -> str:
-    return "–" if value is None or value != value else per_cent(value)
+    return "–" if value is None or value != value else f"{100 * value:.1f} %"
 
 
 def _short(value: float | None) -> str:

@@ -294,10 +294,10 @@ def test_one_size_and_one_measure_at_a_time():
 
 def test_notes_of_a_policy_and_equal_heads_are_told(tiny):
     """PyramidKV falls back to uniform budgets on short contexts: the map must say so, not report a finding."""
-    pair = Pair(eviction.policy("snapkv", window=10, kernel=3), eviction.policy("pyramid", window=10, kernel=3))
+    pair = Pair(eviction.policy("snapkv", window=8, kernel=3), eviction.policy("pyramid", window=8, kernel=3))
     docs = [small.document(i) for i in range(2)]
-    result = maps.run(tiny("llama"), Settings((pair,), "0.5", ("0.5",), Reading(docs), "local"))
-    note = {"policy": "snapkv+pyramid", "cache": 0.5, "fallback": True}
+    result = maps.run(tiny("llama"), Settings((pair,), "0.4", ("0.4",), Reading(docs), "local"))
+    note = {"policy": "snapkv+pyramid", "cache": 0.4, "fallback": True}
     assert result.summary["notes"] == [note] and result.summary["heads_reduced"]["n_equal"] == 18
 
 
