@@ -45,8 +45,8 @@ class Outcome:
     receipt: Receipt
     generated: list[int] = field(default_factory=list)
     trace: Trace | None = None
-    streams: Streams | None = None
     biases: Mapping[int, ArmBias] = field(default_factory=dict, repr=False)
+    streams: Streams | None = None
 
     def own_attention(self, layer: int) -> Tensor:
         """A⁺ [H, T, n]: softmax of the arm's own logits without its bias."""

@@ -284,7 +284,7 @@ class _Job:
         biases: dict[int, ArmBias] = {layer: by[arm] for layer, by in self.plan.layers.items() if arm in by}
         streams = None if tap is None else tap.arm(row)
         rows = positions[len(positions) - len(logits) :]
-        return Outcome(logits, rows, tokens, receipt, generated, trace, streams, biases)
+        return Outcome(logits, rows, tokens, receipt, generated, trace, biases, streams)
 
 
 def _parts(prefix: Prefix, cache: Any, row: int) -> list[Parts]:

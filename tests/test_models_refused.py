@@ -83,7 +83,7 @@ def test_what_is_not_a_name_is_refused(name):
     one_line(name, r"is not a model: give 'smollm2-135m', a folder with config.json, or a hub name")
 
 
-@pytest.mark.parametrize("name", ["./nothing-here", "/no/such/folder", "../x", "a/b/c", "~/nothing-here"])
+@pytest.mark.parametrize("name", ["./nothing-here", "/no/such/folder", "../nothing-here", "a/b/c", "~/nothing-here"])
 def test_a_folder_that_is_not_there(name):
     one_line(name, f"'{name}' is not a model folder: give 'smollm2-135m'")
 
