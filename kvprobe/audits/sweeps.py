@@ -154,6 +154,10 @@ def refuse_sweep(
     model: Any, documents: Sequence[Document], what: Sweep, probe: str, caches: Sequence[Any] = CACHES
 ) -> list[Arm]:
     """The arms of a sweep, refused before anything is run if they cannot be done with these documents."""
+    if not isinstance(what, Sweep):
+        raise EvictionError(f"{quote(what)} is no sweep; allowed: Sweep(kind, pair)")
+    if not isinstance(caches, (list, tuple)) or not caches:
+        raise EvictionError(f"caches={quote(caches)}; allowed: a list of shares, one or more")
     arms = [Arm(policy, str(cache)) for policy in (what.pair.base, *what.policies) for cache in caches]
     cells.refuse(model, *cells.extent(model, documents, probe), arms)
     return arms

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvprobe import cells, runs
-from kvprobe.cells import Arm, Cells, Probed
+from kvprobe.cells import Arm, Probed
 from kvprobe.cells.pairs import COLUMNS, Pair
 from kvprobe.cells.reading import Reading, reading_of
 from kvprobe.errors import EvictionError, quote
@@ -223,8 +224,6 @@ def _prepared(
     model: Any, docs: Any, base: Policy | str, ours: Policy | str, cache: Any, reading: Reading
 ) -> tuple[Pair, list[Arm], list[Any]]:
     """The pair, its arms and the documents, refused before anything is run if they do not go together."""
-    from dataclasses import replace
-
     pair = Pair.of(base, ours)
     caches = [str(each) for each in cache] if isinstance(cache, (list, tuple)) else [str(cache)]
     if not caches:
@@ -237,6 +236,3 @@ def _prepared(
 
 def _probe(model: Any, document: Any, pair: Pair, kind: str) -> Probed:
     return cells.probe(model, document, pair.policies, kind)
-
-
-__all__ = ["CACHES", "MEASURES", "Cells", "by_budget", "changes", "per_budget", "per_head", "per_layer"]

@@ -130,6 +130,20 @@ def test_a_sweep_over_a_context_that_is_too_short_is_refused_before_it_runs(tiny
         sweep(tiny("llama"), [small.document(0)], Sweep("alpha", PAIR), ["0.01"])
 
 
+@pytest.mark.parametrize(
+    ("what", "caches", "said"),
+    [
+        ("alpha", ["0.5"], "'alpha' is no sweep"),
+        (Sweep("alpha", PAIR), [], "caches=.*one or more"),
+        (Sweep("alpha", PAIR), 0.2, "caches=0.2; allowed: a list"),
+    ],
+)
+def test_what_is_no_sweep_or_no_list_is_refused_before_it_runs(what, caches, said, tiny, monkeypatch):
+    monkeypatch.setattr(cells, "probe", None)
+    with pytest.raises(EvictionError, match=said):
+        sweep(tiny("llama"), [small.document(0)], what, caches)
+
+
 def test_scores_stand_beside_the_values(tiny, monkeypatch):
     """Rows against the run's own; the base under NaN, the whole cache apart."""
     from kvprobe.audits import sweeps
