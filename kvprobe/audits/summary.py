@@ -15,8 +15,6 @@ from kvprobe.cells import Pair
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CELL = ["doc", "layer"]
-
 
 def rows(
     heads: pd.DataFrame, layers: pd.DataFrame, pairs: Sequence[Pair], levels: Sequence[str], seed: int = 0
