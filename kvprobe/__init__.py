@@ -23,12 +23,16 @@ _HOME = {
     "intervene": "runs",
     "Trace": "traces",
     "KVMask": "interventions",
+    "ValueGate": "interventions",
+    "KVPatch": "interventions",
+    "ResidualAblation": "interventions",
+    "Inject": "interventions",
     "span_stats": "spans",
     "audit": "audits",
     "KVProbeError": "errors",
 }
-_MODULES = ("eviction", "maps", "outcomes", "plots", "stats", "tasks", "theory")
-_REACHABLE = ("audits", "cells", "records", "spans")
+_MODULES = ("eviction", "maps", "placebo", "tasks")
+_REACHABLE = ("audits", "cells", "interventions", "outcomes", "plots", "records", "spans", "stats", "theory")
 """Not at the front door, but ``kvprobe.records`` works as the others do."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]

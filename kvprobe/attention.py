@@ -11,7 +11,7 @@ together with its scale, window, soft-cap and learned sinks. What happens then d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprobe.chunkbias import ChunkBias, KeyBias
 from kvprobe.errors import ModelError
-from kvprobe.twopart import ChunkBias, KeyBias, LayerRecord, LayerSpec, Parts, cap, chunks
+from kvprobe.layerspec import CellEdit, LayerRecord, LayerSpec
+from kvprobe.twopart import Parts, cap, chunks
 
 NAME = "kvprobe"
 """The name under which the function is registered with transformers."""
@@ -46,6 +48,8 @@ class Run:
         Absolute position of the first new query.
     biases
         layer → {arm → KeyBias}.
+    edits
+        layer → {arm → what it does to weights and values, beside biases}.
     capture
         Indices (into this pass' queries) of the query rows to keep, or None.
     observer
@@ -56,6 +60,7 @@ class Run:
     prefix: list[tuple[Tensor, Tensor]] | None = None
     start: int = 0
     biases: Mapping[int, Mapping[int, KeyBias]] = field(default_factory=dict)
+    edits: Mapping[int, Mapping[int, Sequence[CellEdit]]] = field(default_factory=dict)
     capture: Tensor | None = None
     observer: Observer | None = None
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -76,6 +81,11 @@ def active(run: Run) -> Iterator[Run]:
         yield run
     finally:
         _ACTIVE.reset(token)
+
+
+def serving() -> Run | None:
+    """The run that the calling thread's passes belong to, if any."""
+    return _ACTIVE.get()
 
 
 def register() -> None:
@@ -129,12 +139,12 @@ def attention_forward(
         run.queries[layer] = query[:, :, run.capture.to(query.device)]
     if run.observer is not None:
         run.observer(layer, query, key, value, spec)
-    arms = run.biases.get(layer, {})
+    arms, edits = run.biases.get(layer, {}), run.edits.get(layer, {})
     whole = run.prefix is None and key.shape[2] == query.shape[2]
-    if whole and spec.plain and not arms:
+    if whole and spec.plain and not arms and not edits:
         out = _sdpa(module, query, key, value, None, spec, dropout)
     else:
-        out = _two_part(query, key, value, spec, run, layer, arms)
+        out = _two_part(query, key, value, spec, run, layer, arms, edits)
     if run.outputs is not None:
         run.outputs[layer] = out
     return out, None
@@ -177,7 +187,14 @@ def _outside(
 
 
 def _two_part(
-    query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, run: Run, layer: int, arms: Mapping[int, KeyBias]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: LayerSpec,
+    run: Run,
+    layer: int,
+    arms: Mapping[int, KeyBias],
+    edits: Mapping[int, Sequence[CellEdit]],
 ) -> Tensor:
     """Shared-prefix attention of all arms, chunked over arms and queries; returns [B, t, H, d_v]."""
     batch, heads, t, _ = query.shape
@@ -185,18 +202,19 @@ def _two_part(
     # A compacted prefix holds fewer entries than positions, and not the same number on every layer.
     part = Parts(query, key, value, prefix, spec, 0 if prefix is None else prefix[0].shape[1])
     out = query.new_empty(batch, t, heads, value.shape[-1])
-    record = _blank_record(query, arms)
+    record = _blank_record(query, bool(arms))
     limit = CHUNK_BYTES.get(query.device.type, CHUNK_BYTES["default"])
     for b, rows in chunks(batch, t, heads * (part.prefix_length + key.shape[2]) * 4, limit):
         chosen = {arm - b.start: bias for arm, bias in arms.items() if b.start <= arm < b.stop}
-        z = part.attend(b, rows, chosen, record, run.prepared)
+        more = {arm - b.start: some for arm, some in edits.items() if b.start <= arm < b.stop}
+        z = part.attend(b, rows, chosen, record, run.prepared, more)
         out[b, rows] = z.to(out.dtype)
-    if arms:
+    if arms or edits:
         run.records[layer] = record
     return out
 
 
-def _blank_record(query: Tensor, arms: Mapping[int, KeyBias]) -> LayerRecord:
+def _blank_record(query: Tensor, arms: bool) -> LayerRecord:
     batch, heads, t, _ = query.shape
     size = (batch, heads, t) if arms else (0, 0, 0)
     zeros = torch.zeros(batch, device=query.device)

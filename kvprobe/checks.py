@@ -18,7 +18,8 @@ from kvprobe import engine
 from kvprobe.attention import Run
 from kvprobe.capability import LayerReport, Report
 from kvprobe.errors import CapabilityError, ModelError
-from kvprobe.interventions.mask import KVMask, score_hook
+from kvprobe.interventions.hooks import score_hook
+from kvprobe.interventions.mask import KVMask
 from kvprobe.interventions.plan import Scene, compile_arms
 from kvprobe.twopart import LayerSpec, layer_logits, visible
 from kvprobe.versions import versions
@@ -247,6 +248,8 @@ def _geometry(twin: Any, run: Run, cache: Any, n_layers: int) -> dict[str, Any]:
         "windows": tuple(None if spec.window is None else int(spec.window) for spec in specs),
         "softcaps": tuple(spec.softcap for spec in specs),
         "has_sink": sinks.pop(),
+        "scales": tuple(spec.scale for spec in specs),
+        "rotary": any(path.split(".")[-1].startswith("rotary_emb") for path, _ in twin.named_modules()),
     }
 
 

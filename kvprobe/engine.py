@@ -136,6 +136,18 @@ def attention_modules(twin: Any, n_layers: int) -> Sequence[Any]:
     return [found[index] for index in range(n_layers)]
 
 
+def mlp_module(layer: Any) -> Any:
+    """The module of a decoder layer whose output is its feed-forward update."""
+    for name in ("mlp", "feed_forward", "block_sparse_moe", "ffn"):
+        child = getattr(layer, name, None)
+        if child is not None:
+            return child
+    raise ModelError(
+        f"{type(layer).__name__} has no feed-forward module that kvprobe knows (mlp, feed_forward, block_sparse_moe, "
+        "ffn)"
+    )
+
+
 def output_bias(module: Any) -> Tensor | None:
     """The bias of the output projection, or None."""
     for name in ("o_proj", "c_proj", "out_proj", "dense", "wo"):

@@ -83,7 +83,8 @@ def arms(given: Any) -> tuple[bool, list[tuple[Intervention, ...]]]:
     for part in (part for group in groups for part in group):
         if not hasattr(part, "cuts") or isinstance(part, type):
             raise InterventionError(
-                f"{quote(part)} is not an intervention: allowed are KVMask and tuples of them, one an arm"
+                f"{quote(part)} is not an intervention: allowed are KVMask, ValueGate, KVPatch, ResidualAblation, "
+                "Inject and tuples of them, one an arm"
             )
     return False, groups
 

@@ -24,6 +24,7 @@ from kvprobe.capability import Report
 from kvprobe.errors import ModelError, quote
 from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
+from kvprobe.rotary import Rotary
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 EMBEDDED = ("smollm2-135m", "smollm2-135m-instruct")
@@ -42,6 +43,8 @@ class Geometry:
     windows: tuple[int | None, ...]
     softcaps: tuple[float | None, ...]
     has_sink: bool
+    scales: tuple[float, ...] = ()
+    rotary: bool = True
 
     @property
     def group(self) -> int:
@@ -106,7 +109,24 @@ class Model:
             prompt.pad,
             spans,
             n_kv_heads=geometry.n_kv_heads,
+            d_model=geometry.d_model,
+            head_dim=geometry.head_dim,
+            move=self.moved_keys,
         )
+
+    def moved_keys(self, keys: Tensor, there: Tensor, here: Tensor) -> Tensor:
+        """Cached keys [K, C, d] of positions ``there`` as they would stand at ``here``: R(here) R(there)⁻¹ k, fp32.
+
+        On a model whose keys do not rotate they are the same anywhere.
+        """
+        if not self.geometry.rotary:
+            return keys
+        there, here = there.to(keys.device), here.to(keys.device)
+        return self._rotary.rotate(self._rotary.unrotate(keys, there), here)
+
+    @cached_property
+    def _rotary(self) -> Rotary:
+        return Rotary.of(self)
 
     def decode(self, ids: Any) -> str:
         """Text of token ids, special tokens kept."""

@@ -11,9 +11,20 @@ from torch import Tensor
 
 from kvprobe.errors import ReceiptError
 from kvprobe.interventions.plan import Plan
-from kvprobe.twopart import LayerRecord, visible
+from kvprobe.layerspec import LayerRecord
+from kvprobe.twopart import visible
 
 LOW_RETAINED = 1e-6
+
+
+@dataclass(frozen=True)
+class SiteCount:
+    """What an arm did at one site beside logits: layers it names and fired on, cells or rows expected and rewritten."""
+
+    layers_named: tuple[int, ...]
+    layers_fired: tuple[int, ...]
+    expected: int
+    reached: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,10 @@ class Receipt:
         layer → number of masked keys that no touched query sees; masking them changed nothing.
     silenced
         (layer, head, query) rows without any key left that the ``zero`` policy set to 0.
+    sites
+        What was done beside masking: ``"weights"`` (gates) and ``"cache"`` (patches) count (layer, head, query, key)
+        cells (a patch of keys and values meets each twice), ``"attention"``, ``"mlp"`` and ``"block"`` rows; each was
+        read back after it was written.
     """
 
     layers_named: tuple[int, ...]
@@ -44,6 +59,7 @@ class Receipt:
     retained: Tensor = field(repr=False)
     unseen: Mapping[int, int] = field(default_factory=dict)
     silenced: Sequence[tuple[int, int, int]] = ()
+    sites: Mapping[str, SiteCount] = field(default_factory=dict)
 
     @property
     def low_retained(self) -> int:
@@ -64,6 +80,13 @@ class Receipt:
             problems.append(f"a masked key kept weight {self.masked_weight:.3g}")
         if self.cells_reached != self.cells_expected:
             problems.append(f"the bias met {self.cells_reached} visible cells, expected {self.cells_expected}")
+        for site, count in self.sites.items():
+            if count.layers_fired != count.layers_named:
+                problems.append(
+                    f"{site} rewritten on layers {list(count.layers_fired)}, asked for {list(count.layers_named)}"
+                )
+            if count.reached != count.expected:
+                problems.append(f"{count.reached} places of {site} were rewritten, expected {count.expected}")
         if bool(torch.isnan(self.retained).any()):
             problems.append("a retained mass is NaN")
         if problems:
@@ -80,6 +103,7 @@ class Receipt:
             "silenced_rows": len(self.silenced),
             "smallest_retained": self.smallest_retained,
             "low_retained_rows": self.low_retained,
+            **{f"{site}_rewritten": count.reached for site, count in self.sites.items()},
         }
 
 
@@ -111,17 +135,28 @@ class Step:
     masked_weight: Tensor
     reached: Tensor
     fired: frozenset[int]
+    edited: Mapping[tuple[int, int, str], int] = field(default_factory=dict)
 
     @classmethod
-    def stack(cls, positions: Tensor, records: Mapping[int, LayerRecord], shape: tuple[int, int, int]) -> Step:
-        """``shape`` is (layers, arms, heads)."""
+    def stack(
+        cls,
+        positions: Tensor,
+        records: Mapping[int, LayerRecord],
+        shape: tuple[int, int, int],
+        rows: Mapping[tuple[int, int, str], int] | None = None,
+    ) -> Step:
+        """``shape`` is (layers, arms, heads); ``rows`` what hooks on module outputs rewrote."""
         n_layers, arms, heads = shape
         retained = torch.ones(n_layers, arms, heads, len(positions))
         weight, reached = torch.zeros(n_layers, arms), torch.zeros(n_layers, arms, dtype=torch.int64)
+        edited = dict(rows or {})
         for layer, record in records.items():
-            retained[layer], weight[layer] = record.retained, record.masked_weight
-            reached[layer] = record.reached
-        return cls(positions.cpu(), retained, weight, reached, frozenset(records))
+            edited |= {(layer, arm, site): cells for (arm, site), cells in record.edited.items()}
+            if record.retained.numel():  # a layer without biases keeps everything
+                retained[layer], weight[layer] = record.retained, record.masked_weight
+                reached[layer] = record.reached
+        fired = frozenset(layer for layer, record in records.items() if record.retained.numel())
+        return cls(positions.cpu(), retained, weight, reached, fired, edited)
 
 
 def collect(
@@ -135,4 +170,24 @@ def collect(
     reached = sum(int(step.reached[:, row].sum()) for step in steps)  # on layers that the arm does not name: none
     expected = sum(expected_cells(plan, arm, step.positions, windows, n_heads) for step in steps)
     retained = torch.cat([step.retained[:, row] for step in steps], -1)
-    return Receipt(named, fired, weight, expected, reached, retained, plan.unseen[arm], plan.silenced[arm])
+    sites = _sites(plan, arm, row, steps, windows, n_heads)
+    return Receipt(named, fired, weight, expected, reached, retained, plan.unseen[arm], plan.silenced[arm], sites)
+
+
+def _sites(
+    plan: Plan, arm: int, row: int, steps: Sequence[Step], windows: Sequence[int | None], n_heads: int
+) -> dict[str, SiteCount]:
+    """What an arm's effects should have met, from positions alone, and what they met."""
+    effects = {layer: by_arm[arm] for layer, by_arm in sorted(plan.effects.items()) if arm in by_arm}
+    found = {}
+    for site in sorted({effect.site for some in effects.values() for effect in some}):
+        here = {layer: [e for e in some if e.site == site] for layer, some in effects.items()}
+        named = tuple(layer for layer, some in here.items() if some)
+        keys = [(step, layer) for step in steps for layer in named]
+        fired = tuple(layer for layer in named if all((layer, row, site) in step.edited for step in steps))
+        reached = sum(step.edited.get((layer, row, site), 0) for step, layer in keys)
+        expected = sum(
+            effect.expected(step.positions, windows[layer], n_heads) for step, layer in keys for effect in here[layer]
+        )
+        found[site] = SiteCount(named, fired, expected, reached)
+    return found

@@ -6,7 +6,7 @@ against the shared prefix; many arms (one arm = one counterfactual) go through i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,11 @@ from kvprobe import engine, inputs
 from kvprobe.attention import Run
 from kvprobe.engine import Prefix
 from kvprobe.errors import InterventionError, PromptError, quote
+from kvprobe.interventions.effects import CELLS, STREAMS, stream_order
 from kvprobe.interventions.plan import ArmBias, Intervention, Plan, Scene, compile_arms
 from kvprobe.outcomes import Outcome
 from kvprobe.receipts import Step, collect
-from kvprobe.streams import Tap, tapped
+from kvprobe.streams import Edited, Tap, edited, tapped
 from kvprobe.traces import LayerData, Trace
 
 BATCH_TOKENS = 1280
@@ -210,29 +211,35 @@ class _Job:
         prefix = None if start == 0 or shared is None else shared.upto(start).layers
         tokens = torch.cat([self.ids, self.forced])
         rows = tokens[start:].expand(len(arms), -1)
-        biases = self.plan.select(arms)
+        batch = _Batch.of(self.plan, arms)
         cache = engine.new_cache()
         capture = torch.arange(rows.shape[1]) if self.keep_trace else None
-        run = Run(prefix=prefix, start=start, biases=biases, capture=capture)
+        run = Run(prefix=prefix, start=start, biases=batch.biases, edits=batch.edits, capture=capture)
         keep = len(self.forced) + 1 if self.logits == "continuation" else 0
-        with self._tapped() as tap:
+        steps: list[Step] = []
+        with self._edited(batch, run) as done, self._tapped(run) as tap:  # what is tapped has been edited
             logits = engine.forward(self.model.twin, rows, run, cache, keep)
-        steps = [self._step(start, len(tokens), run, len(arms))]
+        steps.append(self._step(start, len(tokens), run, len(arms), done.rows))
         own = engine.cached_layers(cache)
         if self.generate and len(self.forced):
             cache.crop(-len(self.forced))
-        generated = self._decode(logits[:, -1 - len(self.forced)], run, cache, steps, biases, len(arms))
+        generated = self._decode(logits[:, -1 - len(self.forced)], run, cache, steps, batch, len(arms))
         return {
             arm: self._outcome(arm, row, start, logits[row], run, own, steps, generated[row], tap)
             for row, arm in enumerate(arms)
         }
 
-    def _tapped(self) -> AbstractContextManager[Tap | None]:
+    def _tapped(self, run: Run) -> AbstractContextManager[Tap | None]:
         if not self.streams:
             return nullcontext()
-        return tapped(self.model.twin, self.model.geometry.n_layers, self.streams)
+        return tapped(self.model.twin, self.model.geometry.n_layers, self.streams, run)
 
-    def _decode(self, last: Tensor, run: Run, cache: Any, steps: list[Step], biases: Any, arms: int) -> list[list[int]]:
+    def _edited(self, batch: _Batch, run: Run) -> AbstractContextManager[Edited]:
+        return edited(self.model.twin, self.model.geometry.n_layers, batch.streams, run)
+
+    def _decode(
+        self, last: Tensor, run: Run, cache: Any, steps: list[Step], batch: _Batch, arms: int
+    ) -> list[list[int]]:
         """Greedy tokens of each arm, up to and without an end-of-sequence token."""
         done = [False] * arms
         texts: list[list[int]] = [[] for _ in range(arms)]
@@ -246,14 +253,15 @@ class _Job:
             if all(done) or step + 1 == self.generate:
                 break
             at = len(self.ids) + step
-            more = Run(prefix=run.prefix, start=at, biases=biases)
-            last = engine.forward(self.model.twin, best[:, None], more, cache)[:, -1]
-            steps.append(self._step(at, at + 1, more, arms))
+            more = Run(prefix=run.prefix, start=at, biases=batch.biases, edits=batch.edits)
+            with self._edited(batch, more) as rewritten:
+                last = engine.forward(self.model.twin, best[:, None], more, cache)[:, -1]
+            steps.append(self._step(at, at + 1, more, arms, rewritten.rows))
         return texts
 
-    def _step(self, start: int, stop: int, run: Run, arms: int) -> Step:
+    def _step(self, start: int, stop: int, run: Run, arms: int, rows: Mapping[tuple[int, int, str], int]) -> Step:
         shape = (self.model.geometry.n_layers, arms, self.model.geometry.n_heads)
-        return Step.stack(torch.arange(start, stop), run.records, shape)
+        return Step.stack(torch.arange(start, stop), run.records, shape, rows)
 
     def _outcome(
         self,
@@ -284,7 +292,28 @@ class _Job:
         biases: dict[int, ArmBias] = {layer: by[arm] for layer, by in self.plan.layers.items() if arm in by}
         streams = None if tap is None else tap.arm(row)
         rows = positions[len(positions) - len(logits) :]
-        return Outcome(logits, rows, tokens, receipt, generated, trace, biases, streams)
+        patched = tuple(layer for layer, by in self.plan.effects.items() if _swaps(by.get(arm, ())))
+        return Outcome(logits, rows, tokens, receipt, generated, trace, biases, streams, patched)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the arms of one batch do, by layer and place in the batch."""
+
+    biases: Mapping[int, Mapping[int, ArmBias]]
+    edits: Mapping[int, Mapping[int, Sequence[Any]]]
+    streams: Mapping[int, Mapping[int, Sequence[Any]]]
+
+    @classmethod
+    def of(cls, plan: Plan, arms: Sequence[int]) -> _Batch:
+        streams = plan.select_effects(arms, STREAMS)
+        ordered = {layer: {arm: stream_order(some) for arm, some in by.items()} for layer, by in streams.items()}
+        return cls(plan.select(arms), plan.select_effects(arms, CELLS), ordered)
+
+
+def _swaps(effects: Sequence[Any]) -> bool:
+    """Whether keys or values were exchanged: the trace's own are then not those that the arm used."""
+    return any(effect.site == "cache" for effect in effects)
 
 
 def _parts(prefix: Prefix, cache: Any, row: int) -> list[Parts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvprobe import engine
+from kvprobe.attention import Run, serving
 from kvprobe.errors import ModelError
 
 
@@ -45,22 +46,85 @@ class Tap:
 
 
 @contextmanager
-def tapped(twin: Any, n_layers: int, rows: int) -> Iterator[Tap]:
-    """Hooks on every attention module and on the layer around it; always removed, also on exceptions."""
+def tapped(twin: Any, n_layers: int, rows: int, run: Run | None = None) -> Iterator[Tap]:
+    """Hooks on every attention module and on the layer around it; always removed, also on exceptions.
+
+    With ``run`` only its own passes are read: another thread may be using the same twin.
+    """
     tap, handles = Tap(rows), []
     modules = engine.attention_modules(twin, n_layers)
     try:
         for layer, (module, around) in enumerate(zip(modules, _parents(twin, modules), strict=True)):
-            handles.append(module.register_forward_hook(_keeper(tap.attn_out, layer, rows)))
-            handles.append(around.register_forward_hook(_keeper(tap.resid_post, layer, rows)))
+            handles.append(module.register_forward_hook(_keeper(tap.attn_out, layer, rows, run)))
+            handles.append(around.register_forward_hook(_keeper(tap.resid_post, layer, rows, run)))
         yield tap
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _keeper(kept: dict[int, Tensor], layer: int, rows: int) -> Any:
+@dataclass
+class Edited:
+    """What hooks did to module outputs in one run's passes: (layer, arm, site) → rows rewritten."""
+
+    run: Run
+    rows: dict[tuple[int, int, str], int] = field(default_factory=dict)
+
+
+@contextmanager
+def edited(twin: Any, n_layers: int, effects: Mapping[int, Mapping[int, Sequence[Any]]], run: Run) -> Iterator[Edited]:
+    """Hooks that rewrite outputs of attention, MLP or block in the passes of ``run``, and in no other thread's.
+
+    ``effects`` is layer → arm → effects in their order, each with ``site`` and ``apply(output, before, positions)``.
+    """
+    done, handles = Edited(run), []
+    try:
+        for layer, module, site in _sites(twin, n_layers, effects):
+            chosen = {arm: [e for e in some if e.site == site] for arm, some in effects[layer].items()}
+            handles.append(module.register_forward_hook(_editor(done, layer, site, chosen), with_kwargs=True))
+        yield done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sites(
+    twin: Any, n_layers: int, effects: Mapping[int, Mapping[int, Sequence[Any]]]
+) -> Iterator[tuple[int, Any, str]]:
+    """(layer, module, site) of every module that some effect names."""
+    if not effects:
+        return
+    modules = engine.attention_modules(twin, n_layers)
+    around = _parents(twin, modules)
+    for layer in sorted(effects):
+        for site in sorted({effect.site for some in effects[layer].values() for effect in some}):
+            found = {"attention": modules[layer], "block": around[layer]}
+            yield layer, found[site] if site in found else engine.mlp_module(around[layer]), site
+
+
+def _editor(done: Edited, layer: int, site: str, chosen: Mapping[int, Sequence[Any]]) -> Any:
+    def edit(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        if serving() is not done.run:
+            return None
+        whole = output[0] if isinstance(output, tuple) else output
+        before = args[0] if args else kwargs["hidden_states"]
+        flat = whole.dim() == 2  # some mixtures of experts return rows without a batch dimension
+        new = whole.reshape(before.shape).clone() if flat else whole.clone()
+        positions = torch.arange(done.run.start, done.run.start + new.shape[1], device=new.device)
+        for arm, some in chosen.items():
+            for effect in some:
+                key = layer, arm, site
+                done.rows[key] = done.rows.get(key, 0) + effect.apply(new[arm], before[arm], positions)
+        new = new.reshape(whole.shape)
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    return edit
+
+
+def _keeper(kept: dict[int, Tensor], layer: int, rows: int, run: Run | None) -> Any:
     def keep(module: Any, args: Any, output: Any) -> None:
+        if run is not None and serving() is not run:
+            return
         whole = output[0] if isinstance(output, tuple) else output
         kept[layer] = whole[:, -rows:].detach().clone()
 

@@ -13,50 +13,28 @@ Shapes: B arms, H query heads, K kv heads, G = H // K, t new queries, p prefix l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvprobe.chunkbias import ChunkBias, KeyBias
+from kvprobe.layerspec import CellEdit, LayerRecord, LayerSpec, View
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What a layer's attention told us about itself: scale, window, soft-cap and learned sink logits [H]."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """True where an ordinary softmax over all earlier keys is exact."""
-        return self.window is None and self.softcap is None and self.sink is None
-
-
-class KeyBias(Protocol):
-    """The additive bias of one arm at one layer (see :mod:`kvprobe.interventions.plan`)."""
-
-    @property
-    def columns(self) -> Tensor:
-        """Sorted absolute key positions that the bias can touch, [C]."""
-        ...
-
-    def at(self, positions: Tensor) -> Tensor:
-        """Bias [H or 1, t or 1, C] ≤ 0 for queries at these absolute positions; 1 where they are all alike."""
-        ...
-
-
-@dataclass
-class LayerRecord:
-    """What one layer did to one batch of arms: the raw material of a receipt."""
-
-    retained: Tensor  # [B, H, T] kept share R of every row's own unmasked softmax, 1 where nothing was masked
-    masked_weight: Tensor  # [B] largest weight found on a key with bias −∞, after the softmax that was used
-    reached: Tensor  # [B] number of (head, query, key) cells that a bias met and that were visible
+__all__ = [
+    "CellEdit",
+    "ChunkBias",
+    "KeyBias",
+    "LayerRecord",
+    "LayerSpec",
+    "Parts",
+    "View",
+    "cap",
+    "chunks",
+    "layer_logits",
+    "visible",
+]
 
 
 def chunks(batch: int, t: int, row_bytes: int, limit: int) -> Iterator[tuple[slice, slice]]:
@@ -120,6 +98,7 @@ class Parts:
         biases: Mapping[int, KeyBias],
         record: LayerRecord,
         prepared: dict[Any, ChunkBias],
+        edits: Mapping[int, Sequence[CellEdit]] | None = None,
     ) -> Tensor:
         """z [b, t, H, d_v] of one chunk of arms and rows; its share of the receipt goes to ``record``."""
         positions = torch.arange(self.first + rows.start, self.first + rows.stop, device=self.query.device)
@@ -130,15 +109,22 @@ class Parts:
         q = q.unflatten(1, (self.kv_heads, self.group))  # [b, K, G, t, d]
         far = self._far(q, low, positions, last)
         near = self._near(q, b, near_low, positions, last)
+        views = {
+            arm: (self._view(arm, q, b, far, near, positions, low, near_low), some)
+            for arm, some in (edits or {}).items()
+        }
+        for arm, (view, some) in views.items():
+            for edit in some:
+                _count(record, b.start + arm, edit.site, edit.on_logits(view))
         if not biases:
-            return self._softmax(q, b, far, near, low, near_low)[0]
+            return self._softmax(b, far, near, low, near_low, views, record)[0]
         key = (tuple(sorted((arm, id(bias)) for arm, bias in biases.items())), first, last, low)
         if key not in prepared:
             heads = (self.kv_heads, self.group)
             prepared[key] = ChunkBias.build(biases, q.shape[0], positions, self.prefix_length, low, near_low, heads)
         bias = prepared[key]
         peak, lost, cells = bias.apply(far, near)
-        z, top, kept = self._softmax(q, b, far, near, low, near_low)
+        z, top, kept = self._softmax(b, far, near, low, near_low, views, record)
         # R = Σ_kept / Σ_all = sigmoid(ln Σ_kept − ln Σ_lost): a sum over kept keys, never 1 − a_S. The two peaks are
         # subtracted from each other first: beside logits of 1e5 the logarithm of a sum would have lost its digits.
         share = torch.sigmoid((top - peak) + (kept.log() - lost.log()))
@@ -170,8 +156,31 @@ class Parts:
             logits.masked_fill_(~visible(positions, at, self.spec.window), -torch.inf)
         return logits
 
+    def _view(
+        self,
+        arm: int,
+        q: Tensor,
+        b: slice,
+        far: Tensor | None,
+        near: Tensor,
+        positions: Tensor,
+        low: int,
+        near_low: int,
+    ) -> View:
+        own = self.value[b.start + arm, :, near_low - self.prefix_length :][:, : near.shape[-1]]
+        shared = None if self.prefix is None else self.prefix[1][:, low:]
+        mine = None if far is None else far[:, arm]
+        return View(q[arm], mine, near[arm], shared, own, positions, low, near_low, self.prefix_length, self.spec)
+
     def _softmax(
-        self, q: Tensor, b: slice, far: Tensor | None, near: Tensor, low: int, near_low: int
+        self,
+        b: slice,
+        far: Tensor | None,
+        near: Tensor,
+        low: int,
+        near_low: int,
+        views: Mapping[int, tuple[View, Sequence[CellEdit]]],
+        record: LayerRecord,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weights e^{s − top} in place of logits s; returns z [b, t, H, d_v], top and the weights' sum [b, K, G, t]."""
         top = near.amax(-1)
@@ -183,134 +192,24 @@ class Parts:
             top = torch.maximum(top, sink)
         top = top.masked_fill(top == -torch.inf, 0.0)  # a silenced row: every weight becomes exactly 0
         total = near.sub_(top[..., None]).exp_().sum(-1)
+        if far is not None:
+            total = total + far.sub_(top.transpose(0, 1)[..., None]).exp_().sum(-1).transpose(0, 1)
+        for arm, (view, some) in views.items():
+            for edit in some:
+                _count(record, b.start + arm, edit.site, edit.on_weights(view))
         values = self.value[b, :, near_low - self.prefix_length :][:, :, : near.shape[-1]]
         z = torch.matmul(near.flatten(2, 3), values).unflatten(2, (self.group, -1))  # [b, K, G, t, d_v]
         if far is not None and self.prefix is not None:
-            total = total + far.sub_(top.transpose(0, 1)[..., None]).exp_().sum(-1).transpose(0, 1)
             flat = torch.bmm(far.flatten(1, 3), self.prefix[1][:, low:])
             z = z + flat.view(self.kv_heads, z.shape[0], *z.shape[2:]).transpose(0, 1)
+        for arm, (view, some) in views.items():
+            for edit in some:
+                _count(record, b.start + arm, edit.site, edit.on_values(view, z[arm]))
         if sink is not None:
             total = total + (sink - top).exp()
         z = z / torch.where(total > 0, total, torch.ones_like(total))[..., None]
         return z.flatten(1, 2).transpose(1, 2), top, total
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Where a chunk's biases fall in one part of the logits: index [b, C], bias [b, K, G, t or 1, C], real [b, C]."""
-
-    index: Tensor
-    bias: Tensor
-    real: Tensor
-
-    @cached_property
-    def loss(self) -> Tensor:
-        """What a weight of 1 loses, 1 − e^bias; 0 for the columns that only pad."""
-        return torch.expm1(self.bias).neg_() * self.real[:, None, None, None]
-
-    @cached_property
-    def met(self) -> Tensor:
-        """Boolean: cells with a bias, pads not counted."""
-        return (self.bias < 0) & self.real[:, None, None, None]
-
-    @cached_property
-    def dead(self) -> Tensor:
-        """1 where the bias is −∞, else 0."""
-        return (self.bias == -torch.inf).to(self.bias.dtype)
-
-    @classmethod
-    def build(cls, columns: list[Tensor], values: list[Tensor], heads: tuple[int, int]) -> _Side | None:
-        """Pad arms to one width by repeating their last column with its own bias, so that equal writes coincide."""
-        width = max(part.numel() for part in columns)
-        if width == 0:
-            return None
-        index = torch.zeros(len(columns), width, dtype=torch.int64, device=columns[0].device)
-        real = torch.zeros(index.shape, dtype=torch.bool, device=index.device)
-        t = max(value.shape[1] for value in values if value.dim() > 1)
-        bias = torch.zeros(len(columns), heads[0] * heads[1], t, width, device=index.device)
-        for arm, (part, value) in enumerate(zip(columns, values, strict=True)):
-            if part.numel():
-                count = part.numel()
-                index[arm, :count], index[arm, count:] = part, part[-1]
-                bias[arm, ..., :count], bias[arm, ..., count:] = value, value[..., -1:]
-                real[arm, :count] = True
-        same = bool((bias == bias[:, :1]).all())
-        bias = bias[:, :1, None] if same else bias.unflatten(1, heads)
-        return cls(index, bias, real)
-
-    def at(self, part: Tensor) -> Tensor:
-        """The entries of logits (or weights) [b, K, G, t, ·] that the biases name, [b, K, G, t, C]."""
-        return part.gather(-1, self._spread(part))
-
-    def add(self, part: Tensor, raw: Tensor) -> None:
-        """Write raw + bias back in place."""
-        part.scatter_(-1, self._spread(part), raw + self.bias)
-
-    def _spread(self, part: Tensor) -> Tensor:
-        return self.index[:, None, None, None].expand(*part.shape[:-1], -1)
-
-
-@dataclass(frozen=True)
-class ChunkBias:
-    """All biases of one chunk of arms and rows, gathered so that each layer applies them in a few operations."""
-
-    far: _Side | None
-    near: _Side | None
-    arms: int
-
-    @classmethod
-    def build(
-        cls,
-        biases: Mapping[int, KeyBias],
-        arms: int,
-        positions: Tensor,
-        prefix_length: int,
-        low: int,
-        near_low: int,
-        heads: tuple[int, int],
-    ) -> ChunkBias:
-        """Split each arm's columns between prefix and own keys, in the coordinates of this chunk."""
-        nothing = torch.zeros(0, dtype=torch.int64, device=positions.device)
-        columns: dict[str, list[Tensor]] = {"far": [nothing] * arms, "near": [nothing] * arms}
-        values: dict[str, list[Tensor]] = {"far": [nothing] * arms, "near": [nothing] * arms}
-        for arm, bias in biases.items():
-            at = bias.columns.to(positions.device)
-            every = bias.at(positions)
-            reach = (at >= low) & (at <= positions[-1])
-            for side, chosen, origin in (("far", at < prefix_length, low), ("near", at >= prefix_length, near_low)):
-                columns[side][arm] = at[reach & chosen] - origin
-                values[side][arm] = every[..., reach & chosen]
-        sides = [_Side.build(columns[side], values[side], heads) for side in ("far", "near")]
-        return cls(sides[0], sides[1], arms)
-
-    def _pairs(self, far: Tensor | None, near: Tensor) -> list[tuple[_Side, Tensor]]:
-        both = ((self.far, None if far is None else far.transpose(0, 1)), (self.near, near))
-        return [(side, part) for side, part in both if side is not None and part is not None]
-
-    def apply(self, far: Tensor | None, near: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the biases in place; returns what that loses and the visible cells met [b].
-
-        The loss is Σ_S (1 − e^bias) e^{s − peak}, with its peak, each [b, K, G, t].
-        """
-        met = []
-        for side, part in self._pairs(far, near):
-            raw = side.at(part)
-            side.add(part, raw)
-            landed = side.at(part) == raw + side.bias  # read back: what was not written is not met
-            met.append((raw, side.loss, landed.logical_and_(side.met)))
-        peak = near.new_full(near.shape[:-1], -torch.inf)
-        for raw, _, _ in met:
-            peak = torch.maximum(peak, raw.amax(-1))
-        peak = peak.masked_fill(peak == -torch.inf, 0.0)
-        lost, cells = torch.zeros_like(peak), torch.zeros(self.arms, dtype=torch.int64, device=near.device)
-        for raw, loss, landed in met:
-            cells += torch.count_nonzero(landed.logical_and_(raw > -torch.inf).flatten(1), 1)
-            lost = lost + raw.sub_(peak[..., None]).exp_().mul_(loss).sum(-1)
-        return peak, lost, cells
-
-    def dead_weight(self, far: Tensor | None, near: Tensor) -> Tensor:
-        """Largest weight on a key with bias −∞, per arm [b]."""
-        worst = near.new_zeros(self.arms)
-        for side, part in self._pairs(far, near):
-            worst = torch.maximum(worst, side.at(part).abs_().mul_(side.dead).flatten(1).amax(1))
-        return worst
+def _count(record: LayerRecord, arm: int, site: str, cells: int) -> None:
+    record.edited[arm, site] = record.edited.get((arm, site), 0) + cells

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 import kvprobe
-from kvprobe import cli
+from kvprobe import cli, options
 from kvprobe.errors import TaskError
 
 
@@ -17,7 +17,7 @@ def command(monkeypatch):
 
     def register(action):
         @app.command("act")
-        def act(items: int = 1, out: cli.Out = None, as_json: cli.Json = False, seed: cli.Seed = 0):
+        def act(items: int = 1, out: options.Out = None, as_json: options.Json = False, seed: options.Seed = 0):
             return action(items)
 
     return register

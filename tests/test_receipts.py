@@ -9,7 +9,7 @@ import torch
 from catalogue import ARMS, CONTINUED, HEADS, LAYERS, SUFFIX, N
 from torch.testing import assert_close
 
-from kvprobe import KVMask, Prompt, attention, intervene, twopart
+from kvprobe import KVMask, Prompt, attention, chunkbias, intervene
 from kvprobe.errors import ReceiptError
 from kvprobe.interventions.plan import Scene, compile_arms
 from kvprobe.receipts import Receipt, expected_cells
@@ -108,7 +108,7 @@ MASK = KVMask((9, 15))
 
 @pytest.mark.parametrize("beta", [float("inf"), 1.0, 1e-3])
 def test_a_dropped_bias_is_caught(tiny, monkeypatch, beta):
-    monkeypatch.setattr(twopart._Side, "add", lambda self, part, raw: None)
+    monkeypatch.setattr(chunkbias._Side, "add", lambda self, part, raw: None)
     with pytest.raises(ReceiptError, match=r"arm 1: .*the bias met 0 visible cells, expected 864") as caught:
         call(tiny, KVMask((9, 15), beta=beta))
     assert ("a masked key kept weight" in str(caught.value)) == (beta == float("inf"))
@@ -116,7 +116,7 @@ def test_a_dropped_bias_is_caught(tiny, monkeypatch, beta):
 
 def test_a_bias_that_is_not_quite_infinite_is_caught(tiny, monkeypatch):
     weak = lambda self, part, raw: part.scatter_(-1, self._spread(part), raw + self.bias.clamp_min(-20))  # noqa: E731
-    monkeypatch.setattr(twopart._Side, "add", weak)
+    monkeypatch.setattr(chunkbias._Side, "add", weak)
     with pytest.raises(ReceiptError, match=r"a masked key kept weight .*; the bias met 0 visible cells, expected 864"):
         call(tiny, MASK)
 
@@ -125,8 +125,8 @@ def test_a_bias_that_is_not_quite_infinite_is_caught(tiny, monkeypatch):
 def test_a_skipped_layer_is_caught(tiny, monkeypatch, layer):
     two_part = attention._two_part
 
-    def skip(query, key, value, spec, run, index, arms):
-        return two_part(query, key, value, spec, run, index, {} if index == layer else arms)
+    def skip(query, key, value, spec, run, index, arms, edits):
+        return two_part(query, key, value, spec, run, index, {} if index == layer else arms, edits)
 
     monkeypatch.setattr(attention, "_two_part", skip)
     rest = [index for index in LAYERS if index != layer]
@@ -138,8 +138,9 @@ def test_a_skipped_layer_is_caught(tiny, monkeypatch, layer):
 def test_a_layer_skipped_in_a_decoding_step_is_caught(tiny, monkeypatch):
     two_part = attention._two_part
 
-    def skip(query, key, value, spec, run, index, arms):
-        return two_part(query, key, value, spec, run, index, {} if run.start == N + 1 and index == 2 else arms)
+    def skip(query, key, value, spec, run, index, arms, edits):
+        some = {} if run.start == N + 1 and index == 2 else arms
+        return two_part(query, key, value, spec, run, index, some, edits)
 
     monkeypatch.setattr(attention, "_two_part", skip)
     assert len(call(tiny, MASK, generate=2)) == 2
@@ -149,7 +150,7 @@ def test_a_layer_skipped_in_a_decoding_step_is_caught(tiny, monkeypatch):
 
 @pytest.mark.parametrize("what", ["a head", "a row", "a key", "the prefix"])
 def test_a_part_that_is_left_out_is_caught(tiny, monkeypatch, what):
-    build = twopart.ChunkBias.build
+    build = chunkbias.ChunkBias.build
 
     def tampered(*args):
         bias = build(*args)
@@ -161,34 +162,34 @@ def test_a_part_that_is_left_out_is_caught(tiny, monkeypatch, what):
         values[index] = 0
         return replace(bias, far=replace(far, bias=values))
 
-    monkeypatch.setattr(twopart.ChunkBias, "build", tampered)
+    monkeypatch.setattr(chunkbias.ChunkBias, "build", tampered)
     with pytest.raises(ReceiptError, match=r"the bias met \d+ visible cells, expected 864"):
         call(tiny, MASK)
 
 
 def test_a_mask_that_reaches_too_far_is_caught(tiny, monkeypatch):
-    build = twopart.ChunkBias.build
+    build = chunkbias.ChunkBias.build
 
     def tampered(*args):
         bias = build(*args)
         return replace(bias, far=replace(bias.far, real=torch.ones_like(bias.far.real), bias=bias.far.bias - 1))
 
-    monkeypatch.setattr(twopart.ChunkBias, "build", tampered)
+    monkeypatch.setattr(chunkbias.ChunkBias, "build", tampered)
     with pytest.raises(ReceiptError, match=r"arm 0: .* visible cells, expected 0"):
         call(tiny, MASK)
 
 
 def test_nan_is_caught(tiny, monkeypatch):
-    apply = twopart.ChunkBias.apply
-    monkeypatch.setattr(twopart.ChunkBias, "apply", lambda *a: (apply(*a)[0] * torch.nan, *apply(*a)[1:]))
+    apply = chunkbias.ChunkBias.apply
+    monkeypatch.setattr(chunkbias.ChunkBias, "apply", lambda *a: (apply(*a)[0] * torch.nan, *apply(*a)[1:]))
     with pytest.raises(ReceiptError, match="a retained mass is NaN"):
         call(tiny, MASK)
 
 
 def test_nothing_is_returned_when_one_arm_of_many_fails(tiny, monkeypatch):
-    add = twopart._Side.add
+    add = chunkbias._Side.add
     drop = lambda self, part, raw: add(self, part, torch.where(self.bias < -1e9, raw - self.bias, raw))  # noqa: E731
-    monkeypatch.setattr(twopart._Side, "add", drop)
+    monkeypatch.setattr(chunkbias._Side, "add", drop)
     with pytest.raises(ReceiptError, match="arm 2"):
         intervene(tiny("llama"), PROMPT, [(), KVMask((9, 15), beta=0.5), MASK], suffix=SUFFIX)
 

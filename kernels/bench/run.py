@@ -13,6 +13,7 @@ import time
 import ablation
 import auditing
 import eviction
+import many_arms
 import observing
 import projected_norms
 import torch
@@ -26,6 +27,10 @@ BARS = {
     "ablation_speedup_hf_cache": (1.3, 2, True),
     "ablation_speedup_hf_slices": (None, None, True),
     "ablation_over_limit": (3, 2, False),
+    # 256 arms of one item with its answer teacher-forced, as a placebo run has them; gates beside masks.
+    "many_arms_speedup": (40, 60, True),
+    "many_arms_over_limit": (3, 2, False),
+    "many_gates_over_masks": (None, None, False),
     "prefill_over_hf": (1.15, None, False),
     "span_stats_over_prefill": (0.5, None, False),
     "peak_over_hf": (1.5, None, False),
@@ -54,7 +59,7 @@ def main() -> int:
     model = kp.load()
     _add(ratios, measured, projected_norms.run())
     _add(ratios, measured, auditing.run())
-    for part in (ablation.run, observing.run, eviction.run):
+    for part in (ablation.run, many_arms.run, observing.run, eviction.run):
         _add(ratios, measured, part(model))
     missed = [name for name, value in ratios.items() if not _holds(name, value)]
     for name, value in ratios.items():

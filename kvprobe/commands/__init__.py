@@ -4,6 +4,7 @@ from kvprobe.commands.auditing import audit, print_audit
 from kvprobe.commands.checking import check, print_report
 from kvprobe.commands.compression import evict, print_evict
 from kvprobe.commands.mapping import map_, print_map
+from kvprobe.commands.placebos import placebo, print_placebo
 from kvprobe.commands.probing import niah, print_niah
 
 __all__ = [
@@ -12,9 +13,11 @@ __all__ = [
     "evict",
     "map_",
     "niah",
+    "placebo",
     "print_audit",
     "print_evict",
     "print_map",
     "print_niah",
+    "print_placebo",
     "print_report",
 ]

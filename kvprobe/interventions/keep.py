@@ -11,8 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kvprobe.errors import InterventionError, quote
-from kvprobe.interventions.mask import RULES
 from kvprobe.interventions.plan import Edit, Rows, Scene
+from kvprobe.interventions.selecting import RULES
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,14 @@ from kvprobe.plots.assumption import assumption_map
 from kvprobe.plots.audits import audit_figures, bounds_and_actual, tightness_by_layer
 from kvprobe.plots.budgets import score_against_cache, score_curves
 from kvprobe.plots.changes import attention_change
+from kvprobe.plots.doses import dose_response
+from kvprobe.plots.effects import effects
 from kvprobe.plots.heads import head_map
+from kvprobe.plots.love import love
 from kvprobe.plots.maps import map_figures, perturbation_budgets, perturbation_heads, perturbation_layers
 from kvprobe.plots.masses import mass_against_value_mass, span_means
 from kvprobe.plots.niah import niah_figures, subtitle
+from kvprobe.plots.placebos import placebo_figures
 from kvprobe.plots.rows import head_spans
 from kvprobe.plots.style import Sheet, headline, sheet
 from kvprobe.plots.sweeps import sweep_curves
@@ -25,15 +29,19 @@ __all__ = [
     "attention_change",
     "audit_figures",
     "bounds_and_actual",
+    "dose_response",
+    "effects",
     "head_map",
     "head_spans",
     "headline",
+    "love",
     "map_figures",
     "mass_against_value_mass",
     "niah_figures",
     "perturbation_budgets",
     "perturbation_heads",
     "perturbation_layers",
+    "placebo_figures",
     "score_against_cache",
     "score_curves",
     "sheet",

@@ -8,6 +8,8 @@
 `signs`            tests of paired differences that stand beside it: sign flip, Wilcoxon
 `shares`           many columns: the share with a negative mean, Wilcoxon's test of each
 `corrections`      Holm, Benjamini-Hochberg, and whether a test could have rejected at all
+`balance`          how alike targets and their controls are, before and after matching
+`levels`           what level a permutation test holds exactly, and where a simulated rate must lie
 `boards`           measures of repeated rollouts: AUROC, risk against coverage, accuracy at k, length
 `records`          the frozen results; each can be written to a manifest with ``to_dict``
 =================  ==========================================================================================
@@ -19,6 +21,7 @@ use: importing this package costs numpy only.
 """
 
 from kvprobe.stats.auroc import auroc, auroc_many, item_auroc
+from kvprobe.stats.balance import Balance, LargestRatio, max_abs_ln_ratio, standardised_difference
 from kvprobe.stats.bca import bca_many
 from kvprobe.stats.boards import (
     BoardResult,
@@ -35,6 +38,7 @@ from kvprobe.stats.checks import Bools, Floats
 from kvprobe.stats.corrections import benjamini_hochberg, cannot_reject, holm
 from kvprobe.stats.design import Statistic
 from kvprobe.stats.intervals import auroc_interval, clopper_pearson, mean_interval
+from kvprobe.stats.levels import attainable_level, rejection_band
 from kvprobe.stats.maxt import max_t_within_item
 from kvprobe.stats.permutation import permutation_within_item
 from kvprobe.stats.ratios import ratio_interval
@@ -43,6 +47,7 @@ from kvprobe.stats.shares import ColumnShare, WilcoxonMany, share_interval, wilc
 from kvprobe.stats.signs import sign_flip, wilcoxon
 
 __all__ = [
+    "Balance",
     "BoardResult",
     "Bools",
     "ColumnShare",
@@ -50,6 +55,7 @@ __all__ = [
     "Floats",
     "Interval",
     "ItemAuroc",
+    "LargestRatio",
     "LengthStrata",
     "MaxTResult",
     "Record",
@@ -57,6 +63,7 @@ __all__ = [
     "TestResult",
     "WilcoxonMany",
     "acc_at_k",
+    "attainable_level",
     "aurc",
     "auroc",
     "auroc_interval",
@@ -71,12 +78,15 @@ __all__ = [
     "item_auroc",
     "length_baseline",
     "length_strata",
+    "max_abs_ln_ratio",
     "max_t_within_item",
     "mean_interval",
     "permutation_within_item",
     "ratio_interval",
+    "rejection_band",
     "share_interval",
     "sign_flip",
+    "standardised_difference",
     "wilcoxon",
     "wilcoxon_many",
 ]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvprobe import theory
-from kvprobe.errors import InterventionError, TheoryError, quote
+from kvprobe.errors import InterventionError, quote
 from kvprobe.interventions.plan import ArmBias
 from kvprobe.receipts import Receipt
 from kvprobe.streams import Streams
 from kvprobe.theory import ConditionalSplit, OwnSplit
-from kvprobe.traces import Trace
+from kvprobe.traces import LayerView, Trace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Outcome:
         The arm's own rows *before* its bias (its unmasked attention A⁺), over all rows that ran.
     streams
         Attention output and hidden state of its last rows at every layer, if asked for.
+    patched
+        Layers on which the arm used other keys or values than its trace holds.
     """
 
     logits: Tensor
@@ -47,14 +49,15 @@ class Outcome:
     trace: Trace | None = None
     biases: Mapping[int, ArmBias] = field(default_factory=dict, repr=False)
     streams: Streams | None = None
+    patched: tuple[int, ...] = ()
 
     def own_attention(self, layer: int) -> Tensor:
         """A⁺ [H, T, n]: softmax of the arm's own logits without its bias."""
-        return self._trace().layer(layer).attention
+        return self._unpatched(layer).attention
 
     def attention(self, layer: int) -> Tensor:
         """A′ [H, T, n]: the attention that the arm used. Survivors are inflated by 1/R; compare with care."""
-        view = self._trace().layer(layer)
+        view = self._unpatched(layer)
         return view.rows(self._bias(layer, view.logits))[0]
 
     def corrected_attention(self, layer: int, reference: str = "own", clean: Trace | Outcome | None = None) -> Tensor:
@@ -92,6 +95,14 @@ class Outcome:
         own = theory.split_own(A, self.own_attention(layer), rows, keep)
         return own, theory.split_conditional(A, rows, keep, sink_mass)
 
+    def _unpatched(self, layer: int) -> LayerView:
+        if layer in self.patched:
+            raise InterventionError(
+                f"layer {layer} ran with patched keys or values, which the trace does not hold: its attention is not "
+                "available; allowed: layers without a patch"
+            )
+        return self._trace().layer(layer)
+
     def _trace(self) -> Trace:
         if self.trace is None:
             raise InterventionError("this outcome kept no trace: call intervene(…, keep_trace=True)")
@@ -121,21 +132,3 @@ class Outcome:
         index = torch.tensor([have.index(query) for query in wanted])
         rows, sink_mass = other.layer(layer).rows()
         return rows[:, index], None if sink_mass is None else sink_mass[:, index]
-
-
-def answer_logprobs(logits: Tensor, ids: Sequence[int] | Tensor) -> Tensor:
-    """ln p of each token of an answer [k], from the k rows of logits that predict it; fp32, in nats."""
-    target = torch.as_tensor(ids, device=logits.device)
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
-        raise TheoryError(f"{target.numel()} answer tokens for logits {list(logits.shape)}; allowed: one row a token")
-    if len(target) and not 0 <= int(target.min()) <= int(target.max()) < logits.shape[1]:
-        raise TheoryError(f"answer tokens {quote(target.tolist())}; allowed: 0 … {logits.shape[1] - 1}")
-    return logits.float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
-
-
-def kl_divergence(clean: Tensor, ablated: Tensor) -> Tensor:
-    """KL(clean ‖ ablated) [rows] in nats, from two sets of logits [rows, vocab]; fp32."""
-    if clean.shape != ablated.shape:
-        raise TheoryError(f"logits {list(clean.shape)} and {list(ablated.shape)}; allowed: two of one shape")
-    p, q = clean.float().log_softmax(-1), ablated.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)

@@ -1,0 +1,164 @@
+"""The arms of one item: what is cut, how strong a blow that is, and the intervention that does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvprobe.interventions import Inject, KVMask, ValueGate
+from kvprobe.placebo.dosing import doses
+from kvprobe.placebo.finder import Match
+from kvprobe.placebo.injecting import injection
+from kvprobe.placebo.keysets import KeySet
+from kvprobe.placebo.settings import Settings
+from kvprobe.placebo.strength import MEASURES, set_strengths
+
+Strengths = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One counterfactual.
+
+    Attributes
+    ----------
+    arm
+        ``clean``, ``identity``, ``target``, ``gate``, ``placebo``, ``length_only``, ``injected_target``, ``injected``,
+        ``dose_target`` or ``dose_placebo``.
+    match_on, remedy, number, ln_ratio
+        Of placebos: how they were matched, where they come from, which one, and how near.
+    keys
+        What is cut; of an injection, whose Δo is the direction.
+    strengths
+        Closed forms of the clean run; those that an arm does not have are left out.
+    """
+
+    arm: str
+    parts: tuple[Any, ...]
+    keys: KeySet = ()
+    match_on: str = ""
+    remedy: str = ""
+    number: int = 0
+    ln_ratio: float = math.nan
+    kappa: float = math.nan
+    beta: float = math.nan
+    strengths: Strengths = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Design:
+    """One item as the arms see it: its clean trace, target, matches and length-only windows, and who loses the keys."""
+
+    trace: Any
+    target: KeySet
+    matches: Mapping[str, Match]
+    windows: Sequence[KeySet]
+    settings: Settings
+    queries: Any
+    seed: int = 0
+    after: bool = False
+    layer_weights: Any = None
+
+    def mask(self, keys: Any, beta: float = math.inf) -> KVMask:
+        """The mask of a key set."""
+        return KVMask([*keys], layers=self.settings.layers, queries=self.queries, beta=beta)
+
+    def full(self) -> list[Arm]:
+        """Arms whose answers are decoded: clean first, then identity."""
+        strengths = self._strengths([self.target, *self.windows])
+        target = self.mask(self.target)
+        gate = ValueGate([*self.target], 0.0, layers=self.settings.layers, queries=self.queries)
+        arms = [
+            Arm("clean", ()),
+            Arm("identity", (self.mask([]),)),
+            Arm("target", (target,), self.target, strengths=strengths[0]),
+        ]
+        wanted = self.settings.arms
+        if "gate" in wanted:
+            kept = {name: strengths[0][name] for name in ("mass", "value_mass")}
+            arms.append(Arm("gate", (gate,), self.target, strengths=kept))
+        for match_on, match in self.matches.items():
+            arms += self._placebos(match_on, match) if "placebo" in wanted else []
+        if "length_only" in wanted:
+            arms += self._windows(strengths[1:])
+        return arms + (self._injected(strengths[0]) if self.injects else [])
+
+    def _windows(self, strengths: Sequence[Strengths]) -> list[Arm]:
+        arms = []
+        for number, (keys, strength) in enumerate(zip(self.windows, strengths, strict=True)):
+            arms.append(Arm("length_only", (self.mask(keys),), keys, number=number, strengths=strength))
+        return arms
+
+    @property
+    def injects(self) -> bool:
+        """Whether vectors are injected."""
+        unmatched = any(not match.matched for match in self.matches.values())
+        wanted = self.settings.inject == "always" or (self.settings.inject == "unmatched" and unmatched)
+        return wanted and "injected" in self.settings.arms
+
+    def graded(self) -> list[Arm]:
+        """Doses of the target, and of its placebos at equal perturbation."""
+        if "dose" not in self.settings.arms or not self.settings.kappas:
+            return []
+        arms = self._doses("dose_target", self.target)
+        match = self.matches["perturbation"]
+        for number, keys in enumerate(match.placebos):
+            arms += self._doses("dose_placebo", keys, "perturbation", match.remedy or "", number)
+        return arms
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        """Where strengths are taken."""
+        return {"layers": self.settings.layers, "p": self.settings.p, "after": self.after}
+
+    def _strengths(self, sets: Sequence[KeySet]) -> list[Strengths]:
+        frame = set_strengths(self.trace, sets, layer_weights=self.layer_weights, **self.scope)
+        return [dict(zip(MEASURES, row, strict=True)) for row in frame[[*MEASURES]].to_numpy().tolist()]
+
+    def _placebos(self, match_on: str, match: Match) -> list[Arm]:
+        rows = match.strengths[[*MEASURES]].to_numpy().tolist()[1:]  # the first row is the target's
+        arms = []
+        for number, (keys, ratio, row) in enumerate(zip(match.placebos, match.ln_ratios, rows, strict=True)):
+            strengths = dict(zip(MEASURES, row, strict=True))
+            named = (match_on, match.remedy or "", number, ratio)
+            arms.append(Arm("placebo", (self.mask(keys),), keys, *named, strengths=strengths))
+        return arms
+
+    def _injected(self, strengths: Strengths) -> list[Arm]:
+        """The target's own Δo, and as large vectors that point elsewhere, through one channel: exchangeable arms."""
+        settings = self.settings
+        arms = [self._injection("injected_target", self.target, self.target, 0, strengths)]
+        for number, keys in enumerate(self.windows):
+            direction = keys if settings.direction == "placebo" else "random"
+            arms.append(self._injection("injected", keys, direction, number, strengths))
+        return arms
+
+    def _injection(self, arm: str, keys: KeySet, direction: Any, number: int, strengths: Strengths) -> Arm:
+        settings = self.settings
+        seed = self.seed * 100 + number
+        vectors = injection(self.trace, self.target, direction, level=settings.level, seed=seed, **self.scope)
+        part = Inject(vectors, queries=[*self.trace.queries])
+        # By layer the norms are the target's; by head their sum over heads is another number.
+        kept = (
+            {"perturbation": strengths["perturbation"]} if settings.level == "layer" or arm == "injected_target" else {}
+        )
+        return Arm(arm, (part,), keys, remedy="injected", number=number, strengths=kept)
+
+    def _doses(self, arm: str, keys: KeySet, match_on: str = "", remedy: str = "", number: int = 0) -> list[Arm]:
+        found = doses(self.trace, keys, self.settings.kappas, layer_weights=self.layer_weights, **self.scope)
+        return [
+            Arm(
+                arm,
+                (self.mask(keys, dose.beta),),
+                keys,
+                match_on,
+                remedy,
+                number,
+                kappa=dose.kappa,
+                beta=dose.beta,
+                strengths=dose.strengths,
+            )
+            for dose in found
+        ]
