@@ -55,8 +55,8 @@ def tapped(twin: Any, n_layers: int, rows: int, run: Run | None = None) -> Itera
     modules = engine.attention_modules(twin, n_layers)
     try:
         for layer, (module, around) in enumerate(zip(modules, _parents(twin, modules), strict=True)):
-            handles.append(module.register_forward_hook(_keeper(tap.attn_out, layer, rows, run)))
-            handles.append(around.register_forward_hook(_keeper(tap.resid_post, layer, rows, run)))
+            handles.append(module.register_forward_hook(_of(run, _keeper(tap.attn_out, layer, rows))))
+            handles.append(around.register_forward_hook(_of(run, _keeper(tap.resid_post, layer, rows))))
         yield tap
     finally:
         for handle in handles:
@@ -121,10 +121,13 @@ def _editor(done: Edited, layer: int, site: str, chosen: Mapping[int, Sequence[A
     return edit
 
 
-def _keeper(kept: dict[int, Tensor], layer: int, rows: int, run: Run | None) -> Any:
+def _of(run: Run | None, hook: Any) -> Any:
+    """The hook for passes of ``run`` alone; for all without one."""
+    return hook if run is None else lambda *call: hook(*call) if serving() is run else None
+
+
+def _keeper(kept: dict[int, Tensor], layer: int, rows: int) -> Any:
     def keep(module: Any, args: Any, output: Any) -> None:
-        if run is not None and serving() is not run:
-            return
         whole = output[0] if isinstance(output, tuple) else output
         kept[layer] = whole[:, -rows:].detach().clone()
 

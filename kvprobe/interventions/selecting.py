@@ -119,7 +119,7 @@ def resolve(keys: Any, scene: Scene) -> list[tuple[int, int]]:
     named = dict(scene.spans)
     if not isinstance(keys, Iterable):
         raise InterventionError(f"keys must hold (start, stop) pairs or span names, not {quote(keys)}")
-    given = [keys] if isinstance(keys, str) or bare(keys) else list(keys)
+    given: list[Any] = [keys] if isinstance(keys, str) or bare(keys) else list(keys)
     spans: list[tuple[int, int]] = []
     for item in given:
         if isinstance(item, str):
@@ -134,8 +134,8 @@ def resolve(keys: Any, scene: Scene) -> list[tuple[int, int]]:
 
 def pairs(given: Any, name: str) -> list[tuple[int, int]]:
     """One (start, stop) pair or several, without names and not yet held against any length."""
-    several: Any = [given] if bare(given) else [*given] if isinstance(given, Iterable) else None
-    if several is None or isinstance(given, str) or not all(bare(item) for item in several):
+    several: list[Any] = [given] if bare(given) else [*given] if isinstance(given, Iterable) else [None]
+    if isinstance(given, str) or not all(bare(item) for item in several):
         raise InterventionError(f"{name}={quote(given)} is not allowed: give (start, stop) pairs")
     return [(operator.index(item[0]), operator.index(item[1])) for item in several]
 

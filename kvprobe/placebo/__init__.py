@@ -2,8 +2,8 @@
 
 Data moves one way: a clean trace → ``strength`` (θ of every window at once, exact L of key sets) → ``matching``
 (placebos, or how far the strongest candidates are from being one) → ``arms`` (masks, gates, doses, injections) →
-``probe`` (one item: all arms over one prefix) → ``tables`` and ``summary``. ``match`` needs nothing but a trace; ``run``
-does all of it.
+``probe`` (one item: all arms over one prefix) → ``tables`` and ``summary``. ``match`` needs nothing but a trace;
+``run`` does all of it.
 """
 
 from kvprobe.placebo.dosing import Dose, doses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.interventions import Inject, KVMask, ValueGate
 from kvprobe.placebo.dosing import doses
@@ -13,7 +13,10 @@ from kvprobe.placebo.finder import Match
 from kvprobe.placebo.injecting import injection
 from kvprobe.placebo.keysets import KeySet
 from kvprobe.placebo.settings import Settings
-from kvprobe.placebo.strength import MEASURES, set_strengths
+from kvprobe.placebo.strength import MEASURES
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Strengths = Mapping[str, float]
 
@@ -49,7 +52,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Design:
-    """One item as the arms see it: its clean trace, target, matches and length-only windows, and who loses the keys."""
+    """One item as the arms see it: its clean trace, target, matches and length-only windows, and who loses the keys.
+
+    ``table`` has all measures of the target (first row) and the windows.
+    """
 
     trace: Any
     target: KeySet
@@ -57,6 +63,7 @@ class Design:
     windows: Sequence[KeySet]
     settings: Settings
     queries: Any
+    table: pd.DataFrame
     seed: int = 0
     after: bool = False
     layer_weights: Any = None
@@ -67,7 +74,7 @@ class Design:
 
     def full(self) -> list[Arm]:
         """Arms whose answers are decoded: clean first, then identity."""
-        strengths = self._strengths([self.target, *self.windows])
+        strengths = [dict(zip(MEASURES, row, strict=True)) for row in self.table[[*MEASURES]].to_numpy().tolist()]
         target = self.mask(self.target)
         gate = ValueGate([*self.target], 0.0, layers=self.settings.layers, queries=self.queries)
         arms = [
@@ -92,6 +99,11 @@ class Design:
         return arms
 
     @property
+    def rows_trace(self) -> Any:
+        """The clean run at every row that the masks touch."""
+        return self.trace
+
+    @property
     def injects(self) -> bool:
         """Whether vectors are injected."""
         unmatched = any(not match.matched for match in self.matches.values())
@@ -112,10 +124,6 @@ class Design:
     def scope(self) -> dict[str, Any]:
         """Where strengths are taken."""
         return {"layers": self.settings.layers, "p": self.settings.p, "after": self.after}
-
-    def _strengths(self, sets: Sequence[KeySet]) -> list[Strengths]:
-        frame = set_strengths(self.trace, sets, layer_weights=self.layer_weights, **self.scope)
-        return [dict(zip(MEASURES, row, strict=True)) for row in frame[[*MEASURES]].to_numpy().tolist()]
 
     def _placebos(self, match_on: str, match: Match) -> list[Arm]:
         rows = match.strengths[[*MEASURES]].to_numpy().tolist()[1:]  # the first row is the target's
@@ -138,8 +146,9 @@ class Design:
     def _injection(self, arm: str, keys: KeySet, direction: Any, number: int, strengths: Strengths) -> Arm:
         settings = self.settings
         seed = self.seed * 100 + number
-        vectors = injection(self.trace, self.target, direction, level=settings.level, seed=seed, **self.scope)
-        part = Inject(vectors, queries=[*self.trace.queries])
+        trace = self.rows_trace
+        vectors = injection(trace, self.target, direction, level=settings.level, seed=seed, **self.scope)
+        part = Inject(vectors, queries=[*trace.queries])
         # By layer the norms are the target's; by head their sum over heads is another number.
         kept = (
             {"perturbation": strengths["perturbation"]} if settings.level == "layer" or arm == "injected_target" else {}

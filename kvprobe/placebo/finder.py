@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,6 +79,7 @@ class Finder:
     first: int
     given_stop: int | None
     seed: int
+    tabulate: bool = True
 
     def match(self, remedies: Iterable[str]) -> Match:
         """Try the pools in order."""
@@ -133,15 +135,21 @@ class Finder:
         starts = self._room.starts(length)
         if not len(starts):
             return _empty()
-        windows = scan(self.scope, length)
+        windows = self._known(length, lambda: scan(self.scope, length))
         sets = self._room.windows(length)
         return self._searched(sets, {name: getattr(windows, name)[starts] for name in SCANNED}, disjoint)
 
     def _given(self, sets: list[KeySet], choose: Choose) -> Pool:
         if not sets:
             return _empty()
-        cheap = measure(self.scope, sets, SCANNED, strict=False)
+        cheap = self._known(tuple(sets), lambda: measure(self.scope, sets, SCANNED, strict=False))
         return self._searched(sets, {name: cheap[name].to_numpy() for name in SCANNED}, choose)
+
+    def _known(self, key: Any, work: Callable[[], Any]) -> Any:
+        """What another finder of this scope has worked out, or work it out."""
+        if key not in self.scope.known:
+            self.scope.known[key] = work()
+        return self.scope.known[key]
 
     def _token_sets(self) -> Pool:
         """Sentence-aligned sets where they do, single tokens otherwise."""
@@ -195,7 +203,8 @@ class Finder:
     def _found(self, remedy: str | None, pool: Pool, strongest: dict[str, float], tried: dict[str, int]) -> Match:
         placebos = tuple(pool.sets[i] for i in pool.chosen)
         ln_ratios = tuple(self.goal.ln_ratios(pool.exact[pool.chosen]).tolist())
-        strengths = measure(self.scope, [self.target, *placebos], MEASURES)
+        # The table of several matches is made at once, by whoever asked for them.
+        strengths = measure(self.scope, [self.target, *placebos], MEASURES) if self.tabulate else pd.DataFrame()
         settings = (self.target, self.match_on, self.k, self.caliper)
         return Match(*settings, remedy, placebos, ln_ratios, strengths, strongest, tried)
 

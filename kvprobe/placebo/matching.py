@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from kvprobe.errors import InterventionError, quote
 from kvprobe.placebo.finder import REMEDIES, Finder, Match
-from kvprobe.placebo.keysets import key_set, span_list
+from kvprobe.placebo.keysets import KeySet, key_set, span_list
 from kvprobe.placebo.pools import whole
 from kvprobe.placebo.scope import Indices, PerLayer, Scope
-from kvprobe.placebo.strength import MEASURES
+from kvprobe.placebo.strength import MEASURES, measure
 from kvprobe.spans.inputs import TraceLike
 
 
@@ -92,11 +94,78 @@ def match(
     -----
     Derived for kvprobe. Everything comes from the clean run, before any outcome is known.
     """
-    if isinstance(remedies, str) or not remedies:
-        raise InterventionError(f"remedies={quote(remedies)}; allowed: a list of {', '.join(REMEDIES)}")
+    scope = Scope(trace, layers, heads, p, after, layer_weights)
+    finder = _finder(
+        scope,
+        target,
+        k,
+        match_on,
+        caliper=caliper,
+        hard=hard,
+        protect=protect,
+        seed=seed,
+        position_caliper=position_caliper,
+        profile_weight=profile_weight,
+        first=first,
+        stop=stop,
+        boundaries=boundaries,
+    )
+    return finder.match(_remedies(remedies))
+
+
+def match_each(
+    scope: Scope,
+    target: Any,
+    k: int,
+    match_on: Sequence[str],
+    remedies: Sequence[str],
+    also: Sequence[KeySet],
+    **how: Any,
+) -> tuple[dict[str, Match], pd.DataFrame]:
+    """:func:`match` in several measures, with everything shared that can be, and the strengths of other sets.
+
+    ``how`` holds :func:`match`'s further words. Returns the matches, and all measures of ``[target, *also]``.
+    """
+    pools = _remedies(remedies)
+    found = {name: replace(_finder(scope, target, k, name, **how), tabulate=False).match(pools) for name in match_on}
+    own = next(iter(found.values())).target
+    sets = list(dict.fromkeys([own, *(keys for one in found.values() for keys in one.placebos), *also]))
+    table, number = measure(scope, sets, MEASURES), {keys: i for i, keys in enumerate(sets)}
+
+    def rows(chosen: Sequence[KeySet]) -> pd.DataFrame:
+        return table.iloc[[number[keys] for keys in chosen]].reset_index(drop=True)
+
+    matches = {name: replace(one, strengths=rows([own, *one.placebos])) for name, one in found.items()}
+    return matches, rows([own, *also])
+
+
+def _remedies(given: Sequence[str]) -> list[str]:
+    if isinstance(given, str) or not given:
+        raise InterventionError(f"remedies={quote(given)}; allowed: a list of {', '.join(REMEDIES)}")
+    return [_one_of("remedies", name, REMEDIES) for name in given]
+
+
+def _finder(
+    scope: Scope,
+    target: Any,
+    k: int,
+    match_on: str,
+    *,
+    caliper: float = 0.25,
+    hard: Any = (),
+    protect: Any = (),
+    seed: int = 0,
+    position_caliper: float | None = None,
+    profile_weight: float = 0.0,
+    first: int = 4,
+    stop: int | None = None,
+    boundaries: Any = None,
+) -> Finder:
+    """One target and one measure, everything checked."""
+    trace = scope.trace
     named = getattr(trace, "spans", None)
-    finder = Finder(
-        Scope(trace, layers, heads, p, after, layer_weights),
+    return Finder(
+        scope,
         target=key_set(target, trace.n, "target", named),
         k=whole("k", k),
         match_on=_one_of("match_on", match_on, MEASURES),
@@ -110,7 +179,6 @@ def match(
         given_stop=None if stop is None else whole("stop", stop),
         seed=whole("seed", seed, 0),
     )
-    return finder.match([_one_of("remedies", name, REMEDIES) for name in remedies])
 
 
 def _one_of(name: str, given: Any, allowed: Sequence[str]) -> str:

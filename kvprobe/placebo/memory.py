@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +92,13 @@ class TraceDesign(Design):
     """A design whose placebos end before ``stop``: every later mention comes after every arm's keys."""
 
     stop: int = 0
+    model: Any = None
+    prompt: Any = None
+
+    @cached_property
+    def rows_trace(self) -> Any:
+        """The clean run at every row: vectors are injected at all of them, though strengths are means over some."""
+        return runs.observe(self.model, self.prompt, slice(first(self.prompt), None))
 
 
 def trace_design(model: Any, settings: Settings, item: TraceItem, index: int) -> TraceDesign:
@@ -102,14 +110,16 @@ def trace_design(model: Any, settings: Settings, item: TraceItem, index: int) ->
     inside = {at for start, end in target for at in range(start, end)}
     protect = [*item.protect, *(span for span in mentions if span[0] not in inside)]
     hard = [span for span in sorted(item.hard) if span[1] <= stop]
-    # Every row that some candidate's mask touches: from the first key that may be cut to the end.
-    trace = runs.observe(model, item.prompt, slice(first(item.prompt), None))
-    matches = matched(trace, settings, target, hard, protect, stop, after=True)
+    begin, n = first(item.prompt), len(item.prompt)
+    rows = np.unique(np.linspace(begin, n - 1, min(settings.rows, n - begin)).round().astype(int)).tolist()
+    trace = runs.observe(model, item.prompt, rows)
     seed = settings.seed * 10_000 + index
     windows = length_only(
         trace.n, target, settings.placebos, protect=protect, hard=hard, seed=seed, first=first(item.prompt), stop=stop
     )
-    return TraceDesign(trace, target, matches, windows, settings, "after", seed, after=True, stop=stop)
+    matches, table = matched(trace, settings, target, windows, hard, protect, stop, after=True)
+    design = (trace, target, matches, windows, settings, "after", table, seed)
+    return TraceDesign(*design, after=True, stop=stop, model=model, prompt=item.prompt)
 
 
 @dataclass(frozen=True)

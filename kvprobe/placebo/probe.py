@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,15 @@ from kvprobe.outcomes import Outcome, answer_logprobs, answer_match, argmax_flip
 from kvprobe.placebo.arms import Arm, Design
 from kvprobe.placebo.finder import Match
 from kvprobe.placebo.keysets import KeySet, Span, centre, size, text
-from kvprobe.placebo.matching import match
+from kvprobe.placebo.matching import match_each
 from kvprobe.placebo.pools import length_only
+from kvprobe.placebo.scope import Scope
 from kvprobe.placebo.settings import MATCH_ON, Settings
 from kvprobe.tasks.items import Item
 from kvprobe.tasks.scoring import string_match_all
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Row = dict[str, Any]
 
@@ -103,9 +107,6 @@ def item_design(model: Any, trace: Any, settings: Settings, item: Item, index: i
     if "context" in spans and spans["context"][0] > item.prompt.pad:
         protect.append((item.prompt.pad, spans["context"][0]))
     weights = residual_weights(model, item, trace) if settings.residual_norm else None
-    matches = matched(
-        trace, settings, target, hard, protect, item.context_stop, weights, boundaries=item.spans.get("distractor")
-    )
     seed = settings.seed * 10_000 + index
     windows = length_only(
         trace.n,
@@ -117,13 +118,25 @@ def item_design(model: Any, trace: Any, settings: Settings, item: Item, index: i
         first=first(item.prompt),
         stop=item.context_stop,
     )
-    return Design(trace, target, matches, windows, settings, "suffix", seed, layer_weights=weights)
+    matches, table = matched(
+        trace,
+        settings,
+        target,
+        windows,
+        hard,
+        protect,
+        item.context_stop,
+        weights,
+        boundaries=item.spans.get("distractor"),
+    )
+    return Design(trace, target, matches, windows, settings, "suffix", table, seed, layer_weights=weights)
 
 
 def matched(
     trace: Any,
     settings: Settings,
     target: KeySet,
+    windows: Sequence[KeySet],
     hard: Sequence[Span],
     protect: Sequence[Span],
     stop: int,
@@ -131,31 +144,25 @@ def matched(
     *,
     after: bool = False,
     boundaries: Any = None,
-) -> dict[str, Match]:
-    """Placebos at equal θ and at equal exact perturbation."""
-    return {
-        match_on: match(
-            trace,
-            target,
-            settings.placebos,
-            match_on,
-            caliper=settings.caliper,
-            hard=hard,
-            protect=protect,
-            remedies=settings.remedies,
-            seed=settings.seed,
-            layers=settings.layers,
-            p=settings.p,
-            after=after,
-            layer_weights=weights,
-            position_caliper=settings.position_caliper,
-            profile_weight=settings.profile_weight,
-            first=trace.pad + 4,
-            stop=stop,
-            boundaries=boundaries,
-        )
-        for match_on in MATCH_ON
-    }
+) -> tuple[dict[str, Match], pd.DataFrame]:
+    """Placebos at equal θ and at equal exact perturbation, and the strengths of the target and of ``windows``."""
+    return match_each(
+        Scope(trace, settings.layers, None, settings.p, after, weights),
+        target,
+        settings.placebos,
+        MATCH_ON,
+        settings.remedies,
+        windows,
+        caliper=settings.caliper,
+        hard=hard,
+        protect=protect,
+        seed=settings.seed,
+        position_caliper=settings.position_caliper,
+        profile_weight=settings.profile_weight,
+        first=trace.pad + 4,
+        stop=stop,
+        boundaries=boundaries,
+    )
 
 
 def first(prompt: Any) -> int:

@@ -103,6 +103,8 @@ class Scope:
         The rows of a set are those at or after its last stop, not all.
     layer_weights
         One factor a layer, or None.
+    norms, known
+        What was worked out already and is needed again.
     """
 
     trace: TraceLike
@@ -112,6 +114,7 @@ class Scope:
     after: bool = False
     layer_weights: Any = None
     norms: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_p(self.p)

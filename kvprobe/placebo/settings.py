@@ -53,6 +53,8 @@ class Settings:
         Layers that are masked and summed over; None: all.
     residual_norm
         Divide each layer's strength by the mean norm of its hidden state.
+    rows
+        Of traces: rows that strengths are averaged over, evenly spaced (a mask touches all rows behind its keys).
     p
         The norm of strengths.
     arms
@@ -78,6 +80,7 @@ class Settings:
     rho: float = 0.85
     layers: tuple[int, ...] | None = None
     residual_norm: bool = False
+    rows: int = 64
     new_tokens: int | None = None
     p: int = 1
     options: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +99,7 @@ class Settings:
             raise TaskError(
                 f"task {self.task!r} with path={quote(self.path)}: a file goes with {' or '.join(USER)} only"
             )
-        for name, low in (("items", 1), ("placebos", 1)):
+        for name, low in (("items", 1), ("placebos", 1), ("rows", 2)):
             if getattr(self, name) < low:
                 raise TaskError(f"{name} is {getattr(self, name)}, must be at least {low}")
         for kappa in self.kappas:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvprobe import Inject, KVMask, KVPatch, Prompt, ResidualAblation, ValueGate, intervene, prefill, theory
+from kvprobe import Inject, KVMask, KVPatch, Prompt, ResidualAblation, ValueGate, engine, intervene, prefill, theory
 from kvprobe.theory.perturbation import per_query_head
 
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
@@ -196,3 +196,14 @@ def test_vectors_made_of_a_norm_and_a_direction(p, dtype):
         assert math.isclose(float(made[0][row].double().norm(p)), length, rel_tol=1e-6, abs_tol=1e-12)
         assert length == 0 or float(torch.cosine_similarity(made[0][row].double(), along[row].double(), 0)) > 1 - 1e-6
     assert math.isclose(float(made[1].double().norm(p)), 3.0, rel_tol=1e-6)
+
+
+@every_family
+def test_where_every_key_is_gated_only_the_bias_is_left(family, tiny):
+    """Rows of their own included, and the tokens that are decoded too."""
+    model = tiny(family)
+    out = run(model, ValueGate((0, N), layers=1), streams=SUFFIX, generate=2)[1]
+    bias = engine.output_bias(engine.attention_modules(model.twin, len(LAYERS))[1])
+    left = torch.zeros(D) if bias is None else bias.detach()
+    assert_close(out.streams.attn_out[1], left.expand(SUFFIX, D), atol=1e-6, rtol=1e-6)
+    assert out.receipt.sites["weights"].reached > 0

@@ -1,0 +1,136 @@
+"""How often a test rejects where nothing is there: pseudo-targets with placebos of their own, drawn again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvprobe.placebo import KeySet
+    from kvprobe.stats import Floats
+
+ALPHA, CONFIDENCE = 0.05, 0.99
+
+
+def groups(
+    sets: Sequence[KeySet],
+    strengths: Floats,
+    choose: Callable[[Sequence[KeySet], int], list[KeySet]],
+    k: int,
+    caliper: float,
+    targets: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Each set as a pseudo-target, and its placebos by the library's own rule.
+
+    Parameters
+    ----------
+    sets, strengths
+        Candidates of one remedy in one item, and how strong a blow each is in the measure that is matched.
+    choose
+        The remedy's rule for several placebos (:func:`kvprobe.placebo.pools.disjoint` or ``dissimilar``).
+    k, caliper
+        As in :func:`kvprobe.placebo.match`; candidates that share a key with the pseudo-target are none.
+    targets
+        Numbers of the sets that may be pseudo-targets, which then are no candidates; None: all, and all are both.
+
+    Returns
+    -------
+    list of list of int
+        ``[target, placebo, …, placebo]`` of every pseudo-target that has k placebos.
+    """
+    from kvprobe.placebo.keysets import overlap
+    from kvprobe.placebo.search import Goal, Pool
+
+    barred = set() if targets is None else {*targets}
+    found = []
+    for t in range(len(sets)) if targets is None else targets:
+        others = [j for j in range(len(sets)) if j not in barred and not overlap(sets[j], sets[t])]
+        exact = strengths[others]
+        # Every strength is known already, so neither scope nor θ is ever asked for.
+        goal = Goal(None, sets[t], "perturbation", float(strengths[t]), math.nan, k, caliper)  # type: ignore[arg-type]
+        chosen = Pool([sets[j] for j in others], exact, exact, choose).pick(goal)
+        if chosen:
+            found.append([t, *(others[i] for i in chosen)])
+    return found
+
+
+def calibrate(items: Sequence[Floats], draws: int, seed: int = 0) -> dict[str, Any]:
+    """Rate of p < 0.05 over draws of one pseudo-target an item, and the band around the level that can be attained.
+
+    Parameters
+    ----------
+    items
+        [pseudo-targets, 1 + k] effects an item: the pseudo-target's, then its placebos'. Items without any are no part.
+    draws, seed
+        Draws; the test's own Monte Carlo is seeded by the draw.
+
+    Returns
+    -------
+    dict
+        ``rate``: share of p < 0.05 among draws that are not all zero; ``level``: attainable, strict as the rate is;
+        ``low``, ``high``: 99 % band; ``inside``; ``draws``, ``all_zero``: counted, and excluded; ``hurts``: share of
+        the rejections where the pseudo-target hurts more; ``signflip``, ``wilcoxon``: their rates; ``farthest``: share
+        of pseudo-targets farthest from the mean of their group, mean over items (1 / (1 + k) if exchangeable);
+        ``difference``: mean pseudo-target − placebos; ``n_items``; ``datasets``: log10 of the number of different
+        draws there are.
+    """
+    from kvprobe import stats
+    from kvprobe.stats.permutation import permutation_within_item
+
+    live = [np.asarray(each, dtype=float) for each in items if len(each)]
+    rng, sizes = np.random.default_rng(seed), [each.shape[1] for each in live]
+    p: list[tuple[float, float, float, float]] = []
+    level, all_zero = 0.0, 0
+    for number in range(draws if live else 0):
+        scores = [each[rng.integers(len(each))] for each in live]
+        if not any(row.any() for row in scores):
+            all_zero += 1
+            continue
+        primary = permutation_within_item(scores, [np.arange(m) == 0 for m in sizes], seed=number)
+        level = level or stats.attainable_level(len(live), sizes, ALPHA, primary.draws, strict=True)
+        differences = np.array([row[0] - row[1:].mean() for row in scores])
+        beside = stats.sign_flip(differences, seed=number).p, stats.wilcoxon(differences).p
+        p.append((primary.p, *beside, primary.statistic))
+    return _summary(np.array(p).reshape(-1, 4), level, all_zero) | _exchangeable(live)
+
+
+def _summary(p: Floats, level: float, all_zero: int) -> dict[str, Any]:
+    from kvprobe import stats
+
+    used, rejected = len(p), p[:, :3] < ALPHA
+    low, high = stats.rejection_band(level, used, CONFIDENCE) if used else (math.nan, math.nan)
+    rate, signflip, wilcoxon = rejected.mean(0) if used else [math.nan] * 3
+    sides = p[rejected[:, 0], 3] < 0
+    return {
+        "rate": float(rate),
+        "level": level if used else math.nan,
+        "low": low,
+        "high": high,
+        "inside": bool(low <= rate <= high),
+        "draws": used,
+        "all_zero": all_zero,
+        "hurts": float(sides.mean()) if len(sides) else math.nan,
+        "signflip": float(signflip),
+        "wilcoxon": float(wilcoxon),
+    }
+
+
+def _exchangeable(items: Sequence[Floats]) -> dict[str, Any]:
+    """Why a rate may leave its band: what an exchangeable pseudo-target would be, and what it is."""
+    if not items:
+        return {"farthest": math.nan, "difference": math.nan, "n_items": 0, "datasets": 0.0}
+    shares, differences = [], []
+    for each in items:
+        far = np.abs(each - each.mean(1, keepdims=True))
+        ties = np.isclose(far, far.max(1, keepdims=True), rtol=1e-9, atol=0)
+        shares.append((ties[:, 0] / ties.sum(1)).mean())
+        differences.append((each[:, 0] - each[:, 1:].mean(1)).mean())
+    return {
+        "farthest": float(np.mean(shares)),
+        "difference": float(np.mean(differences)),
+        "n_items": len(items),
+        "datasets": sum(math.log10(len(each)) for each in items),
+    }

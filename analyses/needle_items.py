@@ -1,0 +1,98 @@
+"""What the analyses of interventions share: needle items from options, and what is said of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvprobe.tasks.items import Item
+
+ITEMS = ("task", "length", "items", "needles", "haystack", "seed")
+"""Options that say which items are made."""
+SEMANTICS = "prefill-then-evict: the context is prefilled exactly, interventions act on question and answer tokens"
+
+
+@dataclass(frozen=True)
+class Made:
+    """Items of one task, and the words that they were asked for with."""
+
+    items: tuple[Item, ...]
+    task: str
+    length: int
+    seed: int
+
+    def about(self, model: Any) -> dict[str, Any]:
+        """What a figure and a manifest say of them."""
+        tokens = [len(item.prompt) for item in self.items]
+        return {
+            "model": model.name,
+            "task": self.task,
+            "length": self.length,
+            "seed": self.seed,
+            "n_items": len(self.items),
+            "tokens": {"min": min(tokens), "max": max(tokens)},
+            "needles": self.items[0].settings["needles"],
+            "semantics": SEMANTICS,
+        }
+
+
+def options(parser: argparse.ArgumentParser, items: int) -> None:
+    """Which items are made."""
+    parser.add_argument("--task", default="niah_multikey_1", help="a needle task (%(default)s)")
+    parser.add_argument("--length", type=int, default=1500, help="tokens of an item (%(default)s)")
+    parser.add_argument("--items", type=int, default=items, help="number of items (%(default)s)")
+    parser.add_argument("--needles", type=int, help="needles planted (the task's own number)")
+    parser.add_argument("--haystack", help="file or folder of the user's own text (the task's own)")
+
+
+def made(model: Any, asked: dict[str, Any], items: int) -> Made:
+    """Take the items' part out of ``asked`` and make them: a mistake shows before anything is run."""
+    from kvprobe.errors import TaskError
+    from kvprobe.needles.settings import Settings
+
+    given = {"task": "niah_multikey_1", "length": 1500, "items": items, "needles": None, "haystack": None, "seed": 0}
+    given |= {name: asked.pop(name) for name in ITEMS if name in asked}
+    if given["items"] < 1:
+        raise TaskError(f"items is {given['items']}, must be at least 1")
+    wanted = {"needles": given["needles"], "path": given["haystack"]}
+    more = {name: value for name, value in wanted.items() if value is not None}
+    plain = {name: given[name] for name in ("task", "length", "items", "seed")}
+    settings = Settings(**plain, decoys=0, options=more)
+    found = tuple(settings.item(model, index) for index in range(settings.items))
+    return Made(found, settings.task, settings.length, settings.seed)
+
+
+def ran(
+    model: Any, item: Item, arms: Sequence[Any], prefix: Any = None, keep_trace: bool = False
+) -> list[Any]:
+    """All arms of an item in one call over one prefix; logits are those of the teacher-forced answer and one more."""
+    from kvprobe import runs
+
+    found: list[Any] = runs.intervene(
+        model,
+        item.prompt,
+        arms,
+        suffix=len(item.prompt) - item.context_stop,
+        continuation=list(item.answer_ids),
+        prefix=prefix,
+        logits="continuation",
+        keep_trace=keep_trace,
+    )
+    return found
+
+
+def subtitle(about: dict[str, Any]) -> str:
+    """Model, task, sizes, seed."""
+    tokens = about["tokens"]
+    return (
+        f"{about['model']} · {about['task']}, {about['needles']} needles · {tokens['min']}–{tokens['max']} tokens · "
+        f"n = {about['n_items']} items · seed {about['seed']}"
+    )
+
+
+def ends(low: float, high: float, form: str) -> str:
+    """``[low, high]``, or that there is none."""
+    return "[no interval]" if low != low else f"[{low:{form}}, {high:{form}}]"
