@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from kvprobe.placebo import KeySet
     from kvprobe.stats import Floats
@@ -50,7 +48,7 @@ def groups(
         others = [j for j in range(len(sets)) if j not in barred and not overlap(sets[j], sets[t])]
         exact = strengths[others]
         # Every strength is known already, so neither scope nor θ is ever asked for.
-        goal = Goal(None, sets[t], "perturbation", float(strengths[t]), math.nan, k, caliper)  # type: ignore[arg-type]
+        goal = Goal(None, sets[t], "perturbation", float(strengths[t]), math.nan, k, caliper)
         chosen = Pool([sets[j] for j in others], exact, exact, choose).pick(goal)
         if chosen:
             found.append([t, *(others[i] for i in chosen)])
@@ -77,19 +75,20 @@ def calibrate(items: Sequence[Floats], draws: int, seed: int = 0) -> dict[str, A
         ``difference``: mean pseudo-target − placebos; ``n_items``; ``datasets``: log10 of the number of different
         draws there are.
     """
+    import numpy as np
+
     from kvprobe import stats
-    from kvprobe.stats.permutation import permutation_within_item
 
     live = [np.asarray(each, dtype=float) for each in items if len(each)]
     rng, sizes = np.random.default_rng(seed), [each.shape[1] for each in live]
-    p: list[tuple[float, float, float, float]] = []
+    p: list[tuple[float, ...]] = []
     level, all_zero = 0.0, 0
     for number in range(draws if live else 0):
         scores = [each[rng.integers(len(each))] for each in live]
         if not any(row.any() for row in scores):
             all_zero += 1
             continue
-        primary = permutation_within_item(scores, [np.arange(m) == 0 for m in sizes], seed=number)
+        primary = stats.permutation_within_item(scores, [np.arange(m) == 0 for m in sizes], seed=number)
         level = level or stats.attainable_level(len(live), sizes, ALPHA, primary.draws, strict=True)
         differences = np.array([row[0] - row[1:].mean() for row in scores])
         beside = stats.sign_flip(differences, seed=number).p, stats.wilcoxon(differences).p
@@ -120,6 +119,8 @@ def _summary(p: Floats, level: float, all_zero: int) -> dict[str, Any]:
 
 def _exchangeable(items: Sequence[Floats]) -> dict[str, Any]:
     """Why a rate may leave its band: what an exchangeable pseudo-target would be, and what it is."""
+    import numpy as np
+
     if not items:
         return {"farthest": math.nan, "difference": math.nan, "n_items": 0, "datasets": 0.0}
     shares, differences = [], []

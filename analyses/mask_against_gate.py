@@ -126,24 +126,35 @@ def item_rows(model: Any, item: Item, asked: Plan) -> tuple[pd.DataFrame, pd.Dat
 
     from kvprobe import runs
     from kvprobe.interventions import KVMask, ValueGate
-    from kvprobe.outcomes import answer_match
 
     spans, ids = [*item.spans["evidence"]], list(item.answer_ids)
     rows = list(range(item.context_stop, len(item.prompt) + len(ids)))
     trace = runs.observe(model, item.prompt.extended(item.answer_ids), rows)
     parts = [(KVMask(spans, layers=at), ValueGate(spans, 0.0, layers=at)) for _, _, at in asked.designs]
     given = [(), *(each for pair in parts for each in pair)]
-    clean, *found = ran(model, item, given, trace.prefix(item.context_stop - item.prompt.pad))
+    prefix = trace.prefix(item.context_stop - item.prompt.pad)
+    clean, *found = ran(model, item, given, prefix)
     names = [(design, layer, kind) for design, layer, _ in asked.designs for kind in KINDS]
     effects = [
         {"design": design, "layer": layer, "kind": kind} | effect(out, clean, ids)
         for (design, layer, kind), out in zip(names, found, strict=True)
     ]
-    answered = bool(answer_match(clean.logits[:-1], ids).all())
+    answered = answers(model, item, prefix)
     return (
         pd.DataFrame(effects).assign(answered=answered),
         closed_forms(trace, spans, asked.p).assign(answered=answered),
     )
+
+
+def answers(model: Any, item: Item, prefix: Any) -> bool:
+    """Whether the clean run, decoding freely, writes all of the item's values."""
+    from kvprobe import runs
+    from kvprobe.tasks.scoring import string_match_all
+
+    more = {"suffix": len(item.prompt) - item.context_stop, "generate": len(item.answer_ids) + 8, "keep_trace": False}
+    (clean,) = runs.intervene(model, item.prompt, [()], prefix=prefix, **more)
+    text = model.tokenizer.decode(clean.generated, skip_special_tokens=True)
+    return float(string_match_all(text, item.references)) == 1.0
 
 
 def effect(out: Any, clean: Any, ids: list[int]) -> dict[str, float]:
@@ -236,84 +247,18 @@ def agreement(arms: pd.DataFrame, forms: pd.DataFrame, seed: int) -> dict[str, A
     return found
 
 
-LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mask": ("mask: not in the cache", {"color": "#D55E00", "marker": "o", "linestyle": "-"}),
-    "gate": ("value gate at 0: there, but silent", {"color": "#009E73", "marker": "s", "linestyle": "--"}),
-    "difference": ("mask − gate", {"color": "#0072B2", "marker": "D", "linestyle": "-"}),
-    "refill": ("‖a_S z′ W_O‖: what survivors get instead", {"color": "#595959", "marker": "^", "linestyle": ":"}),
-}
-LEVEL = 0.05
-
-
 def plot(df: pd.DataFrame) -> Figure:
     """Effect by layer of both, their difference below, and the closed forms of the clean run."""
-    from matplotlib.lines import Line2D
+    from needle_figures import mask_and_gate
 
-    from kvprobe.plots import headline, sheet
-
-    figure = sheet(9.8, 8.6)
-    rows = df[df["outcome"] == "delta_logprob"]
-    grid = figure.add_gridspec(3, 3, height_ratios=(1.0, 0.85, 0.85))
-    first: dict[int, Any] = {}
-    for column, (design, title) in enumerate(DESIGNS.items()):
-        mine = rows[rows["design"] == design].sort_values("layer")
-        for place, names in enumerate((KINDS, ("difference",))):
-            shared = {"sharey": first[place]} if column and design == "from" else {}
-            ax = figure.add_subplot(grid[place, column], **shared)
-            first[place] = ax
-            _curves(ax, mine, names, 0.18 if place == 0 else 0.0)
-            ax.set_xlabel("layer")
-            if place == 0:
-                ax.set_title(f"on {title}")
-            elif (mine["p_bh"] <= LEVEL).any():
-                _filled(ax, mine[mine["p_bh"] <= LEVEL])
-        if column == 0:
-            first[0].set_ylabel("change of the answer's\nlog-probability (nats)")
-            first[1].set_ylabel("mask − gate (nats)")
-    _forms(figure.add_subplot(grid[2, :]), rows[rows["design"] == "one"].sort_values("layer"), df.attrs["about"]["norm"])
-    handles = [Line2D([], [], **look | ({"mfc": "white"} if name == "difference" else {}), label=label)
-               for name, (label, look) in LOOKS.items()]
-    headline(figure, "Where do masking and silencing the asked needle differ?", said(df), _note(df), handles, ncols=2)
-    return figure
+    return mask_and_gate(df, DESIGNS, FORMS)
 
 
 def said(df: pd.DataFrame) -> str:
-    """The subtitle, with the items that enter."""
-    about = df.attrs["about"]
-    return f"{subtitle(about)} · {about['entering']} enter ({about['answered']} answered by the clean run)"
+    """What was run, with the items that enter."""
+    from needle_items import entered
 
-
-def _note(df: pd.DataFrame) -> str:
-    whole = df[(df["design"] == "all") & (df["outcome"] == "delta_logprob")].iloc[0]
-    return (
-        f"On all layers: mask {whole['mask']:+.2f}, gate {whole['gate']:+.2f}, difference {whole['difference']:+.2f} "
-        f"{ends(whole['difference_low'], whole['difference_high'], '+.2f')} nats. Bars: 95 % over items, each layer by "
-        "itself. Filled diamonds: sign flip over items with Benjamini–Hochberg over the layers of a panel, p ≤ 0.05; "
-        f"smallest attainable p {whole['p_attainable']:.2g}. Exploratory. Scales differ between the first column and the "
-        "others."
-    ).replace(" -", " −").replace("[-", "[−")
-
-
-def _curves(ax: Any, rows: pd.DataFrame, names: tuple[str, ...], shift: float) -> None:
-    ax.axhline(0, color="black", linewidth=0.8)
-    for number, name in enumerate(names):
-        look = LOOKS[name][1]
-        x = rows["layer"].to_numpy(float) + shift * (2 * number - len(names) + 1)
-        face = "white" if name == "difference" else look["color"]
-        ax.plot(x, rows[name], **look, mfc=face, markersize=3.6, linewidth=1.0, label=name)
-        ax.vlines(x, rows[f"{name}_low"], rows[f"{name}_high"], colors=look["color"], linewidth=1.0)
-
-
-def _filled(ax: Any, rows: pd.DataFrame) -> None:
-    look = LOOKS["difference"][1] | {"linestyle": "none"}
-    ax.plot(rows["layer"], rows["difference"], **look, markersize=4.6, label="p_bh")
-
-
-def _forms(ax: Any, rows: pd.DataFrame, p: int) -> None:
-    for form, kind in zip(FORMS, ("mask", "gate", "refill"), strict=True):
-        ax.plot(rows["layer"], rows[form], **LOOKS[kind][1], markersize=3.6, linewidth=1.0, label=form)
-    ax.set(xlabel="layer", ylabel=f"change of the attention\noutput, L{p} norm", yscale="log")
-    ax.set_title("closed forms on the clean run: mask ‖(a_S z′ − u_S) W_O‖, gate ‖u_S W_O‖")
+    return entered(df.attrs["about"])
 
 
 def report(df: pd.DataFrame) -> None:

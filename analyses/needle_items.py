@@ -65,9 +65,7 @@ def made(model: Any, asked: dict[str, Any], items: int) -> Made:
     return Made(found, settings.task, settings.length, settings.seed)
 
 
-def ran(
-    model: Any, item: Item, arms: Sequence[Any], prefix: Any = None, keep_trace: bool = False
-) -> list[Any]:
+def ran(model: Any, item: Item, arms: Sequence[Any], prefix: Any = None, keep_trace: bool = False) -> list[Any]:
     """All arms of an item in one call over one prefix; logits are those of the teacher-forced answer and one more."""
     from kvprobe import runs
 
@@ -96,3 +94,8 @@ def subtitle(about: dict[str, Any]) -> str:
 def ends(low: float, high: float, form: str) -> str:
     """``[low, high]``, or that there is none."""
     return "[no interval]" if low != low else f"[{low:{form}}, {high:{form}}]"
+
+
+def entered(about: dict[str, Any]) -> str:
+    """The same, with the items that enter means."""
+    return f"{subtitle(about)} · {about['entering']} enter, {about['answered']} answered by the clean run"

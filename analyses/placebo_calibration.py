@@ -11,34 +11,55 @@ row a span that was cut or injected), the figure and a manifest.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from calibrating import calibrate, groups
+from calibrating import calibrate
 from common import Analysis, progress
-from span_effects import ESSAY, MANY, NOISE, Observed, draw, items, whole
+from pseudo_targets import MASKED, MATCH_ON, OWN, SINGLE, UNION, Probe
+from span_effects import ESSAY, MANY, NOISE, items, whole
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvprobe.placebo import KeySet
     from kvprobe.tasks.items import Item
 
-MATCH_ON = ("bound", "perturbation")
 KEYS = ["remedy", "match_on", "reading"]
-OWN, MASKED, UNIONS, SINGLE = "own Δo injected", "mask against injected", "union", "single H"
 READINGS = (
     *(("contiguous", match_on, "window") for match_on in MATCH_ON),
     *(("hard", match_on, SINGLE) for match_on in MATCH_ON),
-    *(("hard_set", match_on, reading) for reading in (UNIONS, SINGLE) for match_on in MATCH_ON),
+    *(("hard_set", match_on, reading) for reading in (UNION, SINGLE) for match_on in MATCH_ON),
     *(("token_set", match_on, "token set") for match_on in MATCH_ON),
     *(("injected", "perturbation", reading) for reading in (OWN, MASKED)),
 )
 """Remedy, what is matched, and what the pseudo-target is."""
+
+STRENGTHS = {"bound": "θ", "perturbation": "L"}
+HAYSTACKS = {"essay": ESSAY, "noise": NOISE}
+CLAIM = "conditional on these items: draws are of pseudo-targets, not of items"
+SIZES = {
+    "items": "items of each essay task",
+    "noise_items": "items of the noise haystack",
+    "length": "tokens of an item",
+    "needles": "needles of an item with needles never asked about",
+    "windows": "random windows an item",
+    "unions": "unions of needles never asked about an item, small ones first",
+    "deals": "deals of token sets an item",
+    "injected": "pseudo-targets an item whose Δo is injected",
+    "placebos": "placebos of a pseudo-target",
+    "draws": "draws a remedy and reading",
+}
+BAND, GREY, SMALLEST = "#d9d9d9", "#595959", 1e-7
+LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rate": ("permutation within item, inside", {"marker": "o", "color": "#0072B2", "zorder": 4}),
+    "outside": ("permutation within item, outside", {"marker": "X", "color": "#D55E00", "zorder": 4}),
+    "signflip": ("sign flip", {"marker": "s", "color": GREY, "markerfacecolor": "none", "markersize": 5}),
+    "wilcoxon": ("Wilcoxon", {"marker": "^", "color": GREY, "markerfacecolor": "none", "markersize": 5}),
+}
 
 __all__ = ["ANALYSIS", "compute", "main", "plan", "plot"]
 
@@ -52,10 +73,10 @@ class Plan:
     noise_items: int = 4
     length: int = 1100
     needles: int = 9
-    windows: int = 48
+    windows: int = 40
     unions: int = 60
-    deals: int = 8
-    injected: int = 10
+    deals: int = 6
+    injected: int = 6
     placebos: int = 4
     caliper: float = 0.25
     draws: int = 1000
@@ -70,7 +91,7 @@ def plan(model: Any, **asked: Any) -> Plan:
     least = {"items": 2, "noise_items": 0, "length": 1, "needles": 2, "windows": 1, "unions": 0, "deals": 0}
     least |= {"injected": 0, "placebos": 1, "draws": 1, "seed": 0}
     whole({name: (getattr(planned, name), low) for name, low in least.items()})
-    if not 0 < planned.caliper < np.inf:
+    if not 0 < planned.caliper < float("inf"):
         raise TaskError(f"caliper is {quote(planned.caliper)}, must be a number above 0")
     for task in (ESSAY, MANY, NOISE):
         count = planned.noise_items if task == NOISE else planned.items
@@ -102,124 +123,6 @@ def _numbered(asked: Plan) -> list[tuple[int, Item]]:
     return [(index, item) for made in asked.made.values() for index, item in enumerate(made)]
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One item: its candidates by kind, and what each of them does."""
-
-    task: str
-    index: int
-    sets: dict[str, list[KeySet]]
-    tables: dict[str, pd.DataFrame]
-    injected: list[list[int]]
-    answered: bool
-
-    @staticmethod
-    def of(model: Any, item: Item, index: int, asked: Plan) -> Probe:
-        """Observe once, measure every candidate's strength, then all arms over one prefix."""
-        from kvprobe.placebo import set_strengths
-        from kvprobe.placebo.keysets import text
-
-        seen = Observed.of(model, item)
-        rng = np.random.default_rng([asked.seed, index, len(item.prompt)])
-        sets = _candidates(seen, asked, rng)
-        flat = [keys for each in sets.values() for keys in each]
-        pairs = _pairs(sets["contiguous"], asked) if item.task == ESSAY else []
-        done = seen.effects([*seen.masks(flat), *_injections(seen, sets["contiguous"], pairs)])
-        table = set_strengths(seen.trace, flat, measures=MATCH_ON)[[*MATCH_ON]]
-        table = table.assign(spans=[text(keys) for keys in flat]).join(done[: len(flat)])
-        kinds = np.repeat([*sets], [len(each) for each in sets.values()])
-        tables = {name: _named(table[kinds == name], item.task, index, name) for name in sets}
-        if pairs:
-            tables["injected"] = _injected_table(tables["contiguous"], pairs, done[len(flat) :], index)
-        return Probe(item.task, index, sets, tables, pairs, done.attrs["answered"])
-
-    def groups(self, remedy: str, match_on: str, reading: str, asked: Plan) -> list[list[float]]:
-        """Effects of each pseudo-target that has placebos, and of those."""
-        if remedy == "injected":
-            return self._injected(reading)
-        from kvprobe.placebo.pools import disjoint, dissimilar
-
-        choose: Callable[..., Any] = dissimilar if remedy == "hard_set" else disjoint
-        names = ["hard", "hard_set"] if remedy == "hard_set" and reading == SINGLE else [remedy]
-        sets = [keys for name in names for keys in self.sets[name]]
-        strengths, effects = (np.concatenate([self.tables[n][c] for n in names]) for c in (match_on, "effect"))
-        targets = range(len(self.sets["hard"])) if len(names) == 2 else None
-        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets)
-        return [effects[group].tolist() for group in found]
-
-    def _injected(self, reading: str) -> list[list[float]]:
-        """The first number of each group is a pseudo-target, whose own Δo was injected first."""
-        if not self.injected:
-            return []
-        by_target = self.tables["injected"].groupby("target", sort=False)["effect"]
-        found = [values.tolist() for _, values in by_target]
-        masked = self.tables["contiguous"]["effect"].tolist()
-        return [[masked[pair[0]] if reading == MASKED else row[0], *row[1:]] for pair, row in zip(self.injected, found, strict=True)]
-
-
-def _candidates(seen: Observed, asked: Plan, rng: np.random.Generator) -> dict[str, list[KeySet]]:
-    from kvprobe.placebo.pools import unions
-
-    windows = {"contiguous": draw(seen.room.windows(seen.length), asked.windows, rng)}
-    if seen.item.task == MANY:
-        many = unions(seen.hard, asked.seed)
-        # Small unions first: two that share no needle must be possible.
-        order = sorted(rng.permutation(len(many)).tolist(), key=lambda i: len(many[i]))[: asked.unions]
-        return {"hard": seen.hard, "hard_set": sorted(many[i] for i in order)}
-    return windows | {"token_set": _dealt(seen, asked)} if seen.item.task == ESSAY else windows
-
-
-def _dealt(seen: Observed, asked: Plan) -> list[KeySet]:
-    """Sets of as many single tokens as the needle has, dealt 1 + k at a time, from strong to weak."""
-    from kvprobe.placebo.scope import Scope
-    from kvprobe.placebo.tokens import single_tokens
-
-    units = single_tokens(Scope(seen.trace), seen.room, "bound")
-    hands = 1 + asked.placebos
-    last = len(units.spans) - hands * units.count
-    if last < 0 or not asked.deals:
-        return []
-    starts = np.unique(np.geomspace(1, last + 1, asked.deals).astype(int) - 1)
-    return list(dict.fromkeys(keys for start in starts.tolist() for keys in units.dealt(start, hands)))
-
-
-def _pairs(windows: Sequence[KeySet], asked: Plan) -> list[list[int]]:
-    """Pseudo-targets, and k windows each whose directions take its place: disjoint ones, whatever their strength."""
-    from kvprobe.placebo.keysets import overlap
-    from kvprobe.placebo.pools import disjoint
-
-    rng, found = np.random.default_rng([asked.seed, len(windows)]), []
-    for t in rng.permutation(len(windows)).tolist():
-        others = [j for j in rng.permutation(len(windows)).tolist() if not overlap(windows[j], windows[t])]
-        chosen = disjoint([windows[j] for j in others], asked.placebos)
-        if len(found) < asked.injected and len(chosen) == asked.placebos:
-            found.append([t, *(windows.index(keys) for keys in chosen)])
-    return found
-
-
-def _injections(seen: Observed, windows: Sequence[KeySet], pairs: Sequence[Sequence[int]]) -> list[Any]:
-    """Each pseudo-target's own Δo, then the others' directions at its norm, layer by layer and row by row."""
-    from kvprobe.interventions import Inject
-    from kvprobe.placebo import injection
-
-    rows = [*seen.trace.queries]
-    return [(Inject(injection(seen.trace, windows[p[0]], windows[j]), queries=rows),) for p in pairs for j in p]
-
-
-def _named(table: pd.DataFrame, task: str, index: int, kind: str) -> pd.DataFrame:
-    facts = {"task": task, "item": index, "kind": kind, "target": ""}
-    return table.assign(**facts).reset_index(drop=True)
-
-
-def _injected_table(windows: pd.DataFrame, pairs: Any, done: pd.DataFrame, index: int) -> pd.DataFrame:
-    """A row an injection: whose direction (``spans``), at whose norm (``target``)."""
-    direction = windows.iloc[[j for pair in pairs for j in pair]].reset_index(drop=True)
-    target = windows.iloc[[pair[0] for pair in pairs for _ in pair]].reset_index(drop=True)
-    table = direction[["spans"]].join(done.reset_index(drop=True))
-    facts = {"task": ESSAY, "item": index, "kind": "injected", "target": target["spans"]}
-    return table.assign(**facts, perturbation=target["perturbation"])
-
-
 def row(probes: Sequence[Probe], remedy: str, match_on: str, reading: str, asked: Plan) -> dict[str, Any]:
     """One remedy, matching and reading over all items that have its candidates."""
     kind = "hard" if reading == SINGLE else remedy
@@ -227,5 +130,162 @@ def row(probes: Sequence[Probe], remedy: str, match_on: str, reading: str, asked
     found = [probe.groups(remedy, match_on, reading, asked) for probe in mine]
     targets = sum(len(probe.injected) if remedy == "injected" else len(probe.sets[kind]) for probe in mine)
     counted = {"targets": targets, "unmatched": targets - sum(map(len, found))}
+    import numpy as np
+
     named = dict(zip(KEYS, (remedy, match_on, reading), strict=True))
     return named | counted | calibrate([np.array(each) for each in found], asked.draws, asked.seed)
+
+
+def _about(model: Any, probes: Sequence[Probe], asked: Plan) -> dict[str, Any]:
+    counts = {
+        task: {"items": len(mine), "answered": sum(probe.answered for probe in mine)}
+        for task in asked.made
+        if (mine := [probe for probe in probes if probe.task == task])
+    }
+    named = {name: getattr(asked, name) for name in (*SIZES, "caliper")}
+    semantics = "prefill-then-evict: masks act on question and teacher-forced answer"
+    facts = {"model": model.name, "seed": asked.seed, "semantics": semantics, "claim": CLAIM}
+    return facts | {"asked": named, "tasks": counts, "random_spans": random_spans(probes)}
+
+
+def random_spans(probes: Sequence[Probe]) -> list[dict[str, Any]]:
+    """What random windows do in each haystack: how large, how many exactly 0, how many change an argmax."""
+    import pandas as pd
+
+    rows = []
+    for name, task in HAYSTACKS.items():
+        tables = [probe.tables["contiguous"] for probe in probes if probe.task == task]
+        if tables:
+            every = pd.concat(tables)
+            size, clean = every["effect"].abs(), [probe.clean for probe in probes if probe.task == task]
+            row = {
+                "haystack": name,
+                "spans": len(size),
+                "exactly_0": int((size == 0).sum()),
+                "least": float(size.min()),
+            }
+            row |= {"median": float(size.median()), "largest": float(size.max())}
+            rows.append(row | {"flips": int((every["flips"] > 0).sum()), "clean": [min(clean), max(clean)]})
+    return rows
+
+
+def plot(df: pd.DataFrame) -> Figure:
+    """Rates against their bands, and the effects of random spans in both haystacks."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    from kvprobe.plots.style import WIDTH, headline, sheet
+
+    about, asked = df.attrs["about"], df.attrs["about"]["asked"]
+    figure = sheet(WIDTH, 1.9 + 0.3 * len(df))
+    rates, effects = figure.subplots(1, 2, width_ratios=(2, 1))
+    _rates(rates, df)
+    _effects(effects, df.attrs["tables"]["effects"])
+    said = (
+        f"{about['model']} · {asked['items']} items of {asked['length']} tokens · {asked['placebos']} placebos · "
+        f"caliper {asked['caliper']:g} · {asked['draws']} draws · seed {about['seed']}"
+    )
+    note = (
+        f"Grey: 99 % band around the level that the primary test can attain (tick). {CLAIM[0].upper()}{CLAIM[1:]}. "
+        "n: items with a pseudo-target that has placebos."
+    )
+    handles = [Line2D([], [], linestyle="none", **look, label=text) for text, look in LOOKS.values()]
+    handles.append(Patch(color=BAND, label="99 % band"))
+    headline(figure, "Does the test reject at its level when nothing is there?", said, note, handles, ncols=5)
+    return figure
+
+
+def _rates(ax: Any, df: pd.DataFrame) -> None:
+    import numpy as np
+
+    places = len(df) - 1 - np.arange(len(df))
+    for y, each in zip(places, df.to_dict("records"), strict=True):
+        ax.fill_betweenx([y - 0.32, y + 0.32], each["low"], each["high"], color=BAND, linewidth=0)
+        ax.plot([each["level"]] * 2, [y - 0.32, y + 0.32], color=GREY, linewidth=1)
+    for name, (_, look) in LOOKS.items():
+        shown = df["inside"] if name == "rate" else ~df["inside"] if name == "outside" else df["draws"] > 0
+        ax.plot(df["rate" if name == "outside" else name][shown], places[shown], linestyle="none", **look)
+    ax.set_yticks(places, [label(each) for each in df.to_dict("records")])
+    ax.set_xlim(left=0)
+    ax.set_xlabel("rate of p < 0.05")
+    ax.set_title("pseudo-targets against their placebos")
+
+
+def label(row: dict[str, Any]) -> str:
+    """A row's name in figure and report."""
+    matched = f" = {STRENGTHS[row['match_on']]}" if row["remedy"] != "injected" else ""
+    return f"{row['remedy']}{matched}: {row['reading']}, n {row['n_items']}"
+
+
+def _effects(ax: Any, effects: pd.DataFrame) -> None:
+    """Share of random windows whose effect is at most so large."""
+    import numpy as np
+
+    for (name, task), colour in zip(HAYSTACKS.items(), ("#0072B2", "#D55E00"), strict=True):
+        mine = effects[(effects["task"] == task) & (effects["kind"] == "contiguous")]["effect"].abs()
+        if len(mine):
+            size = np.sort(np.maximum(mine, SMALLEST))
+            ax.step(
+                size, np.arange(1, len(size) + 1) / len(size), where="post", color=colour, label=f"{name}, {len(size)}"
+            )
+    ax.set_xscale("log")
+    ax.set_ylim(0, 1.02)
+    ax.set_xlabel("|Δ log-prob of the gold answer|, nats")
+    ax.set_ylabel("share of random windows")
+    ax.set_title("random windows, by haystack")
+    ax.legend(fontsize=8)
+
+
+def report(df: pd.DataFrame) -> None:
+    """Print rates and bands for a person."""
+    about = df.attrs["about"]
+    counts = "; ".join(
+        f"{task}: {each['items']} items, {each['answered']} answered" for task, each in about["tasks"].items()
+    )
+    print(f"{about['model']}, {counts}. {about['semantics']}\n{about['claim']}\n")
+    print(f"{'':44s} rate of p < 0.05 [99 % band] attainable   sign flip, Wilcoxon   draws (all zero)   unmatched")
+    for each in df.to_dict("records"):
+        print(f"{label(each):44s}" + _line(each))
+    print("\nrandom windows, |Δ log-prob of the gold answer| in nats:")
+    for each in about["random_spans"]:
+        ends = f"{each['clean'][0]:.3g} … {each['clean'][1]:.3g}"
+        print(
+            f"  {each['haystack']}: {each['spans']} windows, exactly 0: {each['exactly_0']}, least "
+            f"{each['least']:.2g}, median {each['median']:.2g}, largest {each['largest']:.2g}; another argmax: "
+            f"{each['flips']}; clean log-prob {ends}"
+        )
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Where a rate is outside, what speaks against exchangeability, too."""
+    if not row["draws"]:
+        return f" no draws: {row['targets']} pseudo-targets, {row['unmatched']} without placebos"
+    verdict = "inside" if row["inside"] else "OUTSIDE"
+    text = (
+        f" {row['rate']:.4f} [{row['low']:.4f}, {row['high']:.4f}] {verdict:7s} {row['level']:.4f}   "
+        f"{row['signflip']:.4f}, {row['wilcoxon']:.4f}   {row['draws']} ({row['all_zero']})   "
+        f"{row['unmatched']} of {row['targets']}"
+    )
+    if row["datasets"] < math.log10(row["draws"]):
+        text += f"; only {10 ** row['datasets']:.0f} different draws exist: says little"
+    if not row["inside"]:
+        text += (
+            f"; pseudo-target farthest from its group's mean in {100 * row['farthest']:.0f} %, hurts more in "
+            f"{100 * row['hurts']:.0f} % of rejections"
+        )
+    return text
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    usual = Plan({})
+    for name, text in SIZES.items():
+        kind = {"type": type(getattr(usual, name)), "default": getattr(usual, name)}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind, help=f"{text} (%(default)s)")
+    parser.add_argument("--caliper", type=float, default=usual.caliper, help="largest |ln ratio| (%(default)s)")
+
+
+ANALYSIS = Analysis("placebo_calibration", (__doc__ or "").splitlines()[0], _options, plan, compute, plot, report)
+main = ANALYSIS.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 
 FIRST = 4
-ITEMS = 12
+ITEMS = 10
 EDGES = ("0.001", "0.01", "0.03", "0.1", "0.3")
 WINDOWS = ("16", "64", "256")
 BUCKETS = {"sink": "first 4 positions (sink)", "content": "rest of the context (content)"}
@@ -52,7 +52,9 @@ class Plan:
     arms: tuple[dict[str, list[Span]], ...]
 
 
-def plan(model: Any, edges: Sequence[str] = EDGES, windows: Sequence[str] = WINDOWS, draws: int = 2, **asked: Any) -> Plan:
+def plan(
+    model: Any, edges: Sequence[str] = EDGES, windows: Sequence[str] = WINDOWS, draws: int = 2, **asked: Any
+) -> Plan:
     """Check everything that is asked for.
 
     Parameters
@@ -108,7 +110,9 @@ def _beside(item: Item, length: int) -> list[int]:
     free = range(item.prompt.pad + FIRST, item.context_stop - length + 1)
     starts = [at for at in free if all(at + length <= a or b <= at for a, b in item.spans["evidence"])]
     if length < 1 or not starts:
-        raise TaskError(f"a window of {length} tokens finds no room beside the needle of a {len(item.prompt)}-token item")
+        raise TaskError(
+            f"a window of {length} tokens finds no room beside the needle of a {len(item.prompt)}-token item"
+        )
     return starts
 
 
@@ -163,7 +167,9 @@ def item_cells(model: Any, item: Item, arms: dict[str, list[Span]]) -> tuple[pd.
     return rows.assign(head=rows.groupby(["arm", "bucket", "layer"]).cumcount()), worst
 
 
-def layer_cells(masked: Any, clean: Any, layer: int, keys: dict[str, Tensor]) -> tuple[dict[str, dict[str, Any]], float]:
+def layer_cells(
+    masked: Any, clean: Any, layer: int, keys: dict[str, Tensor]
+) -> tuple[dict[str, dict[str, Any]], float]:
     """bucket → column → [heads]: changes of the bucket's mass, mean over rows; and the identities' largest error."""
     own, conditional = masked.attention_change(layer, clean)
     raw = masked.attention(layer) - clean.own_attention(layer)
@@ -212,7 +218,9 @@ def summed(cells: pd.DataFrame, edges: Sequence[float], seed: int) -> pd.DataFra
     place = np.digitize(cells["mass"], edges)
     first = cells["layer"] == cells["layer"].min()
     rows = []
-    for bucket, (layers, chosen) in itertools.product(BUCKETS, {"first": first, "deeper": ~first, "all": first | ~first}.items()):
+    for bucket, (layers, chosen) in itertools.product(
+        BUCKETS, {"first": first, "deeper": ~first, "all": first | ~first}.items()
+    ):
         for number in [*range(len(outer) - 1), None]:
             mine = cells[(cells["bucket"] == bucket) & chosen & (True if number is None else place == number)]
             if len(mine):
@@ -263,99 +271,45 @@ def _ratio(name: str, top: pd.Series, bottom: pd.Series, seed: int) -> dict[str,
 
 def plot(df: pd.DataFrame) -> Figure:
     """Change of mass by evicted mass, read three ways, and below it how much of the movement is arithmetic."""
-    from matplotlib.lines import Line2D
+    from needle_figures import renormalisation
 
-    from kvprobe.plots import headline, sheet
-
-    figure = sheet(9.8, 7.4)
-    axes = figure.subplots(2, len(BUCKETS), sharex=True, sharey="row")
-    rows = df[df["bin"] != "any"]
-    for column, (bucket, title) in enumerate(BUCKETS.items()):
-        mine = rows[rows["bucket"] == bucket]
-        _changes(axes[0, column], mine[mine["layers"] == "deeper"])
-        axes[0, column].set_title(f"{title}\nlayers below the first masked one")
-        _shares(axes[1, column], mine[mine["layers"] == "deeper"])
-        axes[1, column].set_xlabel("attention mass that was masked, a_S (mean of the bin)")
-    axes[0, 0].set_ylabel("change of the bucket's mass\n(percentage points of attention)")
-    axes[1, 0].set_ylabel("arithmetic's share\nof all movement (%)")
-    handles = [Line2D([], [], **look, label=name) for name, look in (*READINGS.values(), *DRAWN.values())]
-    note = (
-        "Raw A′ − A includes the rescaling by 1/R; corrected A′R − A takes it out by the run's own R; among survivors "
-        "A′ − A/R compares shares. Arithmetic's share: Σ arithmetic / Σ (arithmetic + |effect|), sizes row by row. On "
-        "the first masked layer it is 100 % everywhere (measured: effect at most "
-        f"{df.attrs['about']['first_mechanism_max']:.1g}). Bars: 95 % over items. All layers masked, for question and "
-        "answer tokens."
-    )
-    headline(figure, "How much of a change of attention is only rescaling?", subtitle(df.attrs["about"]), note, handles)
-    return figure
-
-
-READINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "raw": ("raw: A′ − A", {"color": "#E69F00", "marker": "o", "linestyle": "-"}),
-    "mechanism": ("corrected: A′R − A", {"color": "#56B4E9", "marker": "s", "linestyle": "--"}),
-    "shares": ("among survivors: A′ − A/R", {"color": "#0072B2", "marker": "^", "linestyle": ":"}),
-}
-DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "gross_own": ("share of movement, corrected split", {"color": "#56B4E9", "marker": "D", "linestyle": "--"}),
-    "gross_conditional": ("share of movement, survivors' split", {"color": "#0072B2", "marker": "v", "linestyle": ":"}),
-}
-
-
-def _changes(ax: Any, rows: pd.DataFrame) -> None:
-    ax.axhline(0, color="black", linewidth=0.8)
-    for name, (_, look) in READINGS.items():
-        _line(ax, rows, name, look)
-    ax.set_xscale("log")
-    ax.set_yscale("symlog", linthresh=0.1)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
-
-
-def _shares(ax: Any, rows: pd.DataFrame) -> None:
-    ax.axhline(50, color="black", linewidth=0.8, linestyle=":")
-    for name, (_, look) in DRAWN.items():
-        _line(ax, rows, name, look)
-    ax.set_ylim(0, 103)
-
-
-def _line(ax: Any, rows: pd.DataFrame, name: str, look: dict[str, Any]) -> None:
-    x, y, low, high = (rows[column].to_numpy() for column in ("mass", name, f"{name}_low", f"{name}_high"))
-    ax.plot(x, 100 * y, **look, markersize=4.5, linewidth=1.2, label=name)
-    ax.vlines(x, 100 * low, 100 * high, colors=look["color"], linewidth=1.2)
+    return renormalisation(df, BUCKETS)
 
 
 def report(df: pd.DataFrame) -> None:
     """Print both tables for a person."""
-    about = df.attrs["about"]
+    about, kinds = df.attrs["about"], df.attrs["tables"]["kinds"]
     print(f"{subtitle(about)}\n{about['semantics']}")
     print(
         f"raw = its parts within {about['identity_max_abs']:.2g}; effect on the first masked layer at most "
-        f"{about['first_mechanism_max']:.2g}\n\nchange of mass in percentage points, mean over all cells [95 % over items]"
+        f"{about['first_mechanism_max']:.2g}"
     )
-    for row in df.attrs["tables"]["kinds"].to_dict("records"):
-        print(f"{row['bucket']:8s}{row['kind']:10s} {_said(row)}")
-    for (bucket, layers), rows in df.groupby(["bucket", "layers"], sort=False):
-        print(f"\n{BUCKETS[bucket]}, {LAYERS[layers]}")
-        for row in rows.to_dict("records"):
-            print(f"  a_S {row['bin']:11s} {_said(row)}")
-    print(
-        "\nraw, corrected, among survivors; then arithmetic's share of all movement, by the corrected and by the "
-        "survivors' split; then the share of cells whose raw change has the wrong sign (that of shares is the other)."
-    )
+    binned = df[df["layers"] == "deeper"]
+    for title, columns, said in (("change of mass, percentage points", READINGS, "+.3f"), (SHARES, RATIOS, ".1f")):
+        for bucket, name in BUCKETS.items():
+            print(f"\n{title}: {name}  [95 % over items]\n{'':29s}" + "".join(f"{column:29s}" for column in columns))
+            for row in kinds[kinds["bucket"] == bucket].to_dict("records"):
+                print(_line_of(f"{row['kind']}, all layers", row, columns, said))
+            for row in binned[binned["bucket"] == bucket].to_dict("records"):
+                print(_line_of(f"a_S {row['bin']}, deeper", row, columns, said))
+    print(f"\n{READ}")
 
 
-LAYERS = {"first": "first masked layer", "deeper": "deeper layers", "all": "all layers"}
+SHARES = "per cent"
+RATIOS = ("net_own", "net_conditional", "gross_own", "gross_conditional", "opposed")
+READ = (
+    "raw: A′ − A; mechanism: the corrected change A′R − A; shares: A′ − A/R among survivors. net: Σ arithmetic / Σ raw "
+    "(nan where raw does not rise in every item); gross: Σ arithmetic / Σ (arithmetic + |effect|); opposed: cells where "
+    "raw and shares have opposite signs."
+)
 
 
-def _said(row: dict[str, Any]) -> str:
-    changes = "  ".join(
-        f"{100 * row[name]:+8.3f} {ends(100 * row[f'{name}_low'], 100 * row[f'{name}_high'], '+.3f'):19s}"
-        for name in READINGS
+def _line_of(name: str, row: dict[str, Any], columns: Any, form: str) -> str:
+    cells = (
+        f"{100 * row[column]:{form}} {ends(100 * row[f'{column}_low'], 100 * row[f'{column}_high'], form)}"
+        for column in columns
     )
-    gross = " ".join(
-        f"{100 * row[name]:5.1f} % {ends(100 * row[f'{name}_low'], 100 * row[f'{name}_high'], '.1f'):14s}"
-        for name in ("gross_own", "gross_conditional", "opposed")
-    )
-    return f"a_S {row['mass']:.4f}  {changes}  {gross} n {row['n']}, {row['cells']} cells"
+    return f"  {name:26s} " + "".join(f"{cell:29s}" for cell in cells) + f"n {row['n']}, {row['cells']} cells"
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
 
     from kvprobe.placebo import KeySet
@@ -131,6 +130,8 @@ def spread(sets: Sequence[KeySet], strengths: np.ndarray, count: int) -> list[Ke
 
     Fewer than ``count`` where everything that is left meets a set already taken.
     """
+    import numpy as np
+
     from kvprobe.placebo.keysets import overlap
 
     usable = np.isfinite(strengths) & (strengths > 0)

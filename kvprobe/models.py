@@ -21,10 +21,13 @@ from torch import Tensor
 
 from kvprobe import attention, checks, engine
 from kvprobe.capability import Report
-from kvprobe.errors import ModelError, quote
+from kvprobe.errors import CapabilityError, ModelError, quote
 from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
 from kvprobe.rotary import Rotary
+
+LEARNED = ("wpe", "embed_positions", "position_embeddings")
+"""Modules that add a position to the embedding, before any key is made."""
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 EMBEDDED = ("smollm2-135m", "smollm2-135m-instruct")
@@ -117,9 +120,14 @@ class Model:
     def moved_keys(self, keys: Tensor, there: Tensor, here: Tensor) -> Tensor:
         """Cached keys [K, C, d] of positions ``there`` as they would stand at ``here``: R(here) R(there)⁻¹ k, fp32.
 
-        On a model whose keys do not rotate they are the same anywhere.
+        On a model with learned positions keys do not rotate: they are the same anywhere.
         """
         if not self.geometry.rotary:
+            if not any(path.split(".")[-1] in LEARNED for path, _ in self.twin.named_modules()):
+                raise CapabilityError(
+                    f"{self.name} has neither rotary_emb nor learned positions ({', '.join(LEARNED)}): how its keys "
+                    "depend on their position is not known; allowed: keys that stay where they were"
+                )
             return keys
         there, here = there.to(keys.device), here.to(keys.device)
         return self._rotary.rotate(self._rotary.unrotate(keys, there), here)

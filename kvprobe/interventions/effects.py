@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvprobe.interventions.plan import Rows
+from kvprobe.interventions.scene import Rows
 from kvprobe.layerspec import View
 from kvprobe.twopart import cap, visible
 

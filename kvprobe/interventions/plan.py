@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe.errors import InterventionError
+from kvprobe.interventions.effects import Add
 from kvprobe.interventions.foreseen import silenced, unseen
 from kvprobe.interventions.scene import ArmBias, Cut, Edit, Intervention, Rows, Scene
 
@@ -83,12 +84,23 @@ def _check_together(effects: Sequence[Any], layer: int, scene: Scene) -> None:
     """Refuse effects of one arm that contradict each other."""
     for place, effect in enumerate(effects):
         for other in effects[:place]:
+            if _lost(effect, other) or _lost(other, effect):
+                raise InterventionError(
+                    f"one arm injects into layer {layer} and removes its block at the same rows: the block's output "
+                    "would be its input, the injection lost; allowed: what='attention' and 'mlp', other layers or rows"
+                )
             key = effect.clash(other)
             if key is not None:
                 raise InterventionError(
                     f"two patches of one arm give key {key + scene.offset} other content (layer {layer}): allowed is "
                     "one donor for a key's keys and one for its values, in the same heads and rows"
                 )
+
+
+def _lost(removal: Any, addition: Any) -> bool:
+    """Whether what is added inside a block is thrown away with the block's update."""
+    inside = removal.site == "block" and isinstance(addition, Add)
+    return inside and bool(removal.rows.overlap(addition.rows))
 
 
 def _first(

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.interventions import Inject, KVMask, ValueGate
-from kvprobe.placebo.dosing import doses
+from kvprobe.placebo.dosing import doses_of_each
 from kvprobe.placebo.finder import Match
 from kvprobe.placebo.injecting import injection
 from kvprobe.placebo.keysets import KeySet
+from kvprobe.placebo.scope import Scope
 from kvprobe.placebo.settings import Settings
 from kvprobe.placebo.strength import MEASURES
 
@@ -114,10 +115,24 @@ class Design:
         """Doses of the target, and of its placebos at equal perturbation."""
         if "dose" not in self.settings.arms or not self.settings.kappas:
             return []
-        arms = self._doses("dose_target", self.target)
         match = self.matches["perturbation"]
-        for number, keys in enumerate(match.placebos):
-            arms += self._doses("dose_placebo", keys, "perturbation", match.remedy or "", number)
+        sets = [self.target, *match.placebos]
+        scope = Scope(self.trace, layer_weights=self.layer_weights, **self.scope)
+        arms = []
+        for place, (keys, found) in enumerate(zip(sets, doses_of_each(scope, sets, self.settings.kappas), strict=True)):
+            named = ("perturbation", match.remedy or "", place - 1) if place else ("", "", 0)
+            for dose in found:
+                arms.append(
+                    Arm(
+                        "dose_placebo" if place else "dose_target",
+                        (self.mask(keys, dose.beta),),
+                        keys,
+                        *named,
+                        kappa=dose.kappa,
+                        beta=dose.beta,
+                        strengths=dose.strengths,
+                    )
+                )
         return arms
 
     @property
@@ -154,20 +169,3 @@ class Design:
             {"perturbation": strengths["perturbation"]} if settings.level == "layer" or arm == "injected_target" else {}
         )
         return Arm(arm, (part,), keys, remedy="injected", number=number, strengths=kept)
-
-    def _doses(self, arm: str, keys: KeySet, match_on: str = "", remedy: str = "", number: int = 0) -> list[Arm]:
-        found = doses(self.trace, keys, self.settings.kappas, layer_weights=self.layer_weights, **self.scope)
-        return [
-            Arm(
-                arm,
-                (self.mask(keys, dose.beta),),
-                keys,
-                match_on,
-                remedy,
-                number,
-                kappa=dose.kappa,
-                beta=dose.beta,
-                strengths=dose.strengths,
-            )
-            for dose in found
-        ]

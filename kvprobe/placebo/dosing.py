@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from kvprobe.errors import InterventionError, TheoryError, quote
-from kvprobe.placebo.deltas import Delta, deltas
+from kvprobe.placebo.deltas import deltas
 from kvprobe.placebo.keysets import KeySet, key_set, text
 from kvprobe.placebo.scope import Indices, PerLayer, Scope
 from kvprobe.spans.inputs import TraceLike
@@ -77,72 +77,116 @@ def doses(
     """
     scope = Scope(trace, layers, heads, p, after, layer_weights)
     checked = key_set(keys, trace.n, "keys", getattr(trace, "spans", None))
+    return doses_of_each(scope, [checked], kappas)[0]
+
+
+@torch.no_grad()
+def doses_of_each(scope: Scope, sets: Sequence[KeySet], kappas: Sequence[float] = KAPPAS) -> list[tuple[Dose, ...]]:
+    """:func:`doses` of several sets, all shares of all sets searched at once."""
     shares = [_share(share) for share in kappas]
-    curve = Curve.of(scope, checked)
-    full = curve.strengths(math.inf)
-    if not full["perturbation"] > 0:
-        raise TheoryError(f"the set {text(checked)} is seen by no row of this trace; allowed: a set that some row sees")
-    betas = [curve.beta(share * full["perturbation"], share) for share in shares]
-    return tuple(Dose(share, beta, curve.strengths(beta)) for share, beta in zip(shares, betas, strict=True))
+    curves = Curves.of(scope, sets)
+    full = curves.strengths(np.full(len(sets), math.inf), np.arange(len(sets)))
+    for keys, strength in zip(sets, full["perturbation"], strict=True):
+        if not strength > 0:
+            raise TheoryError(
+                f"the set {text(keys)} is seen by no row of this trace; allowed: a set that some row sees"
+            )
+    number, share = np.repeat(np.arange(len(sets)), len(shares)), np.tile(shares, len(sets))
+    betas = curves.betas(share, number, full["perturbation"])
+    found = curves.strengths(betas, number)
+    every = [
+        Dose(float(share[i]), float(betas[i]), {name: float(values[i]) for name, values in found.items()})
+        for i in range(len(number))
+    ]
+    return [tuple(every[i * len(shares) : (i + 1) * len(shares)]) for i in range(len(sets))]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Strength of one set as a function of β: per layer, what its clean run needs."""
+class Part:
+    """One layer of :class:`Curves`: masses and θ [H, Q, P], z′ − z [P, Q, H, d], the layer's W_O [H·d, D]."""
 
-    parts: list[Delta]
+    weight: float
+    mass: Tensor
+    retained: Tensor
+    theta: Tensor
+    shift: Tensor
+    w_o: Tensor
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Strengths of several sets as functions of β: per layer, what their clean run needs; ``share`` is [Q, P]."""
+
+    parts: list[Part]
+    share: Tensor
     p: int
 
     @staticmethod
-    def of(scope: Scope, keys: KeySet) -> Curve:
+    def of(scope: Scope, sets: Sequence[KeySet]) -> Curves:
         """Read the clean run once."""
-        return Curve(list(deltas(scope, [keys], norms=True)), scope.p)
+        parts = []
+        for delta in deltas(scope, sets, norms=True):
+            mass = delta.sums.mass
+            # A row that a set is not seen in keeps all.
+            retained = torch.where(mass > 0, delta.sums.retained, 1.0)
+            shift = delta.shift.permute(1, 2, 0, 3, 4).flatten(2, 3)
+            W_O = delta.layer.heads.w_o
+            parts.append(Part(delta.layer.weight, mass, retained, delta.sums.bound, shift, W_O.flatten(0, 1)))
+        share = scope.rows(scope.queries, torch.tensor([keys[-1][1] for keys in sets]), sets)
+        return Curves(parts, share.to(parts[0].mass.device), scope.p)
 
-    def strengths(self, beta: float) -> dict[str, float]:
-        """Σ_layers mean_q L_layer and Σ θ at β."""
-        terms = [self._terms(part, beta) for part in self.parts]
-        return {"perturbation": sum(L for L, _ in terms), "bound": sum(theta for _, theta in terms)}
+    def strengths(self, betas: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Σ_layers mean_q L_layer and Σ θ of sets ``numbers`` [E] at ``betas`` [E], each [E]."""
+        beta, number = torch.from_numpy(np.asarray(betas, dtype=float)), torch.from_numpy(np.asarray(numbers))
+        beta, number = beta.to(self.share.device), number.to(self.share.device)
+        terms = torch.stack([self._terms(part, beta, number) for part in self.parts]).sum(0).cpu().numpy()
+        return {"perturbation": terms[0], "bound": terms[1]}
 
-    def beta(self, wanted: float, share: float) -> float:
-        """β whose perturbation is ``wanted``: a root on ln β between doses that are surely too low and too high."""
-        if share == 1:
-            return math.inf
-        low, high = self._bracket(share)
-        miss = [self.strengths(beta)["perturbation"] - wanted for beta in (low, high)]
+    def betas(self, share: np.ndarray, number: np.ndarray, full: np.ndarray) -> np.ndarray:
+        """β [E] whose perturbation is ``share`` [E] of the set's ``full`` [P]: roots on ln β, bracketed."""
+        found = np.full(len(share), math.inf)
+        open_ = np.flatnonzero(share < 1)
+        if not len(open_):
+            return found
+
+        def miss(x: np.ndarray, part: np.ndarray, of: np.ndarray) -> np.ndarray:
+            flat = [np.ravel(each) for each in np.broadcast_arrays(x, part, of)]
+            of_flat = flat[2].astype(int)
+            reached = self.strengths(np.exp(flat[0]), of_flat)["perturbation"] / full[of_flat]
+            return np.reshape(reached - flat[1], np.shape(x))
+
+        low, high = np.log(np.array([self._bracket(share[i], number[i]) for i in open_]).T)
+        args = (share[open_], number[open_].astype(float))
         # Where heads oppose each other in a layer, κ_h < κ for every head does not yet mean L < κ L∞.
-        while miss[0] > 0:
-            low /= 2
-            miss[0] = self.strengths(low)["perturbation"] - wanted
-        while miss[1] < 0:
-            high *= 2
-            miss[1] = self.strengths(high)["perturbation"] - wanted
-        if 0 in miss or low == high:
-            return low if miss[0] == 0 else high
-        root = brentq(
-            lambda x: self.strengths(math.exp(x))["perturbation"] - wanted, math.log(low), math.log(high), xtol=1e-12
-        )
-        return math.exp(root)
+        while (above := miss(low, *args) > 0).any():
+            low = low - above
+        while (below := miss(high, *args) < 0).any():
+            high = high + below
+        from scipy.optimize import elementwise
 
-    def _bracket(self, share: float) -> tuple[float, float]:
-        """Smallest and largest of the heads' own β for κ."""
-        betas = torch.cat([kappa_inverse(share, *_masses(part)).flatten() for part in self.parts])
-        seen = torch.cat([part.sums.mass.flatten() for part in self.parts]) > 0
-        return float(betas[seen].min()), float(betas[seen].max())
+        tolerances = {"xatol": 1e-12, "xrtol": 1e-12, "fatol": 0.0, "frtol": 0.0}
+        found[open_] = np.exp(elementwise.find_root(miss, (low, high), args=args, tolerances=tolerances).x)
+        return found
 
-    def _terms(self, part: Delta, beta: float) -> tuple[float, float]:
-        scale = kappa_of(beta, *_masses(part))  # [H, Q]
-        W_O = part.layer.heads.w_o
-        shift = part.shift[:, 0] * part.layer.grouped(scale).unsqueeze(-1)
-        rows = shift.transpose(0, 1).flatten(1).to(W_O.dtype)
-        L = projected_norms(rows, W_O.flatten(0, 1), self.p).double()
-        theta = (part.sums.bound[..., 0] * scale).sum(0)
-        return part.layer.weight * float(L @ part.share), part.layer.weight * float(theta @ part.share)
+    def _bracket(self, share: float, number: int) -> tuple[float, float]:
+        """Smallest and largest of the heads' own β for κ, a little apart."""
+        betas, seen = [], []
+        for part in self.parts:
+            mass, retained = part.mass[..., number], part.retained[..., number]
+            betas.append(kappa_inverse(share, mass, retained).flatten())
+            seen.append(mass.flatten() > 0)
+        chosen = torch.cat(betas)[torch.cat(seen)]
+        return float(chosen.min()) * (1 - 1e-9), float(chosen.max()) * (1 + 1e-9)
 
-
-def _masses(part: Delta) -> tuple[Tensor, Tensor]:
-    """a_S and R, [H, Q]; a row that the set is not seen in keeps all."""
-    mass, retained = part.sums.mass[..., 0], part.sums.retained[..., 0]
-    return mass, torch.where(mass > 0, retained, 1.0)
+    def _terms(self, part: Part, beta: Tensor, number: Tensor) -> Tensor:
+        """The layer's terms of both strengths, [2, E]."""
+        scale = kappa_of(beta, part.mass[..., number], part.retained[..., number])  # [H, Q, E]
+        rows = part.shift[number] * scale.permute(2, 1, 0).unsqueeze(-1)  # [E, Q, H, d]
+        flat = rows.flatten(2).flatten(0, 1).to(part.w_o.dtype)
+        L = projected_norms(flat, part.w_o, self.p).double().view(len(beta), -1)
+        theta = (part.theta[..., number] * scale).sum(0).T
+        share = self.share[:, number].T
+        return part.weight * torch.stack([(L * share).sum(1), (theta * share).sum(1)])
 
 
 def _share(given: Any) -> float:

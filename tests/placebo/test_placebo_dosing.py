@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 from kvprobe import theory
 from kvprobe.errors import InterventionError, PromptError, TheoryError
 from kvprobe.placebo import set_strengths
-from kvprobe.placebo.dosing import Curve, doses
+from kvprobe.placebo.dosing import Curves, doses, doses_of_each
 from kvprobe.placebo.scope import Scope
 
 KEYS = ((3, 6), (12, 15))
+
+
+def curve(scope, keys=KEYS):
+    """β → strengths of one set."""
+    curves = Curves.of(scope, [keys])
+
+    def of(beta):
+        return {name: float(x[0]) for name, x in curves.strengths(np.array([beta]), np.array([0])).items()}
+
+    return of
 
 
 def slow_dose(trace, keys, beta, p=1):
@@ -41,7 +51,7 @@ def slow_dose(trace, keys, beta, p=1):
 @given(st.integers(0, 2**31), st.booleans(), st.floats(0.02, 30), st.sampled_from([1, 2]))
 def test_law_8_strengths_at_a_dose_are_those_of_the_biased_softmax(seed, sink, beta, p):
     trace = fake_trace(sink=sink, seed=seed)
-    mine, slow = Curve.of(Scope(trace, p=p), KEYS).strengths(beta), slow_dose(trace, KEYS, beta, p)
+    mine, slow = curve(Scope(trace, p=p))(beta), slow_dose(trace, KEYS, beta, p)
     for name in slow:
         assert mine[name] == pytest.approx(slow[name], rel=1e-10)
 
@@ -51,8 +61,8 @@ def test_law_8_strengths_at_a_dose_are_those_of_the_biased_softmax(seed, sink, b
 def test_law_8_every_head_alone_has_the_share_kappa_in_both_measures(seed, sink, beta):
     trace = fake_trace(L=1, queries=(39,), sink=sink, seed=seed)
     for h in range(6):
-        curve = Curve.of(Scope(trace, heads=h), KEYS)
-        dose, full = curve.strengths(beta), curve.strengths(math.inf)
+        of = curve(Scope(trace, heads=h))
+        dose, full = of(beta), of(math.inf)
         A, sink_mass = theory.attention(trace.view[0].logits[h, 0], None if not sink else trace.view[0].sink[h])
         a = float(A[3:6].sum() + A[12:15].sum())
         rest = float(A[:3].sum() + A[6:12].sum() + A[15:].sum()) + (float(sink_mass) if sink else 0.0)
@@ -76,9 +86,22 @@ def test_a_dose_has_its_share_of_the_full_strength(kind):
 
 
 def test_beta_to_infinity_meets_removal_and_to_zero_nothing():
-    curve = Curve.of(Scope(fake_trace()), KEYS)
-    assert curve.strengths(700.0) == pytest.approx(curve.strengths(math.inf), rel=1e-12)
-    assert curve.strengths(1e-12)["perturbation"] < 1e-10
+    of = curve(Scope(fake_trace()))
+    assert of(700.0) == pytest.approx(of(math.inf), rel=1e-12)
+    assert of(1e-12)["perturbation"] < 1e-10
+
+
+@pytest.mark.parametrize("how", [{}, {"after": True}, {"p": 2}])
+def test_several_sets_at_once_are_each_alone(how):
+    """Each set keeps its own rows, β and strengths, whatever stands beside it."""
+    trace = fake_trace(queries=(20, 30, 39))
+    sets = [KEYS, ((4, 9),), ((1, 2), (16, 19), (22, 24))]
+    together = doses_of_each(Scope(trace, **how), sets, (0.2, 1.0, 0.7))
+    for keys, found in zip(sets, together, strict=True):
+        alone = doses(trace, keys, (0.2, 1.0, 0.7), **how)
+        for one, other in zip(found, alone, strict=True):
+            assert (one.kappa, one.strengths) == (other.kappa, pytest.approx(other.strengths, rel=1e-9))
+            assert one.beta == pytest.approx(other.beta, rel=1e-8)
 
 
 def test_doses_take_selectors_rows_and_weights():

@@ -1,0 +1,158 @@
+"""Spans that are no evidence, as targets of placebo contrasts: what cutting each of them does, and their placebos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from calibrating import groups
+from span_effects import ESSAY, MANY, Observed, draw
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+    from kvprobe.placebo import KeySet
+    from kvprobe.tasks.items import Item
+
+MATCH_ON = ("bound", "perturbation")
+OWN, MASKED, UNION, SINGLE = "own Δo injected", "mask against injected", "union", "single H"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One item: its candidates by kind, and what each of them does.
+
+    Attributes
+    ----------
+    task, index, clean, answered
+        The item, the clean log-prob of its gold answer, and whether greedy decoding gives it.
+    sets, tables
+        Kind → candidates, and a row each: strengths, ``effect``, ``kl``, ``flips``; ``injected`` has a table only.
+    injected
+        Numbers of the windows of each injection: the pseudo-target, then those whose directions take its place.
+    """
+
+    task: str
+    index: int
+    clean: float
+    sets: dict[str, list[KeySet]]
+    tables: dict[str, pd.DataFrame]
+    injected: list[list[int]]
+    answered: bool
+
+    @staticmethod
+    def of(model: Any, item: Item, index: int, asked: Any) -> Probe:
+        """Observe once, measure every candidate's strength, then all arms over one prefix."""
+        import numpy as np
+
+        from kvprobe.placebo import set_strengths
+        from kvprobe.placebo.keysets import text
+
+        seen = Observed.of(model, item)
+        rng = np.random.default_rng([asked.seed, index, len(item.prompt)])
+        sets = _candidates(seen, asked, rng)
+        flat = [keys for each in sets.values() for keys in each]
+        pairs = _pairs(sets["contiguous"], asked) if item.task == ESSAY else []
+        done = seen.effects([*seen.masks(flat), *_injections(seen, sets.get("contiguous", []), pairs)])
+        table = set_strengths(seen.trace, flat, measures=MATCH_ON)[[*MATCH_ON]]
+        table = table.assign(spans=[text(keys) for keys in flat]).join(done[: len(flat)])
+        kinds = np.repeat([*sets], [len(each) for each in sets.values()])
+        tables = {name: _named(table[kinds == name], item.task, index, name) for name in sets}
+        if pairs:
+            tables["injected"] = _injected_table(tables["contiguous"], pairs, done[len(flat) :], index)
+        return Probe(item.task, index, done.attrs["clean"], sets, tables, pairs, done.attrs["answered"])
+
+    def groups(self, remedy: str, match_on: str, reading: str, asked: Any) -> list[list[float]]:
+        """Effects of each pseudo-target that has placebos, and of those."""
+        if remedy == "injected":
+            return self._injected(reading)
+        import numpy as np
+
+        from kvprobe.placebo.pools import disjoint, dissimilar
+
+        choose: Callable[..., Any] = dissimilar if remedy == "hard_set" else disjoint
+        names = ["hard", "hard_set"] if remedy == "hard_set" and reading == SINGLE else [remedy]
+        sets = [keys for name in names for keys in self.sets[name]]
+        strengths, effects = (np.concatenate([self.tables[n][c] for n in names]) for c in (match_on, "effect"))
+        targets = range(len(self.sets["hard"])) if len(names) == 2 else None
+        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets)
+        return [effects[group].tolist() for group in found]
+
+    def _injected(self, reading: str) -> list[list[float]]:
+        """The first number of each group is a pseudo-target, whose own Δo was injected first."""
+        if not self.injected:
+            return []
+        by_target = self.tables["injected"].groupby("target", sort=False)["effect"]
+        found = [values.tolist() for _, values in by_target]
+        masked = self.tables["contiguous"]["effect"].tolist()
+        own = [masked[pair[0]] if reading == MASKED else row[0] for pair, row in zip(self.injected, found, strict=True)]
+        return [[first, *row[1:]] for first, row in zip(own, found, strict=True)]
+
+
+def _candidates(seen: Observed, asked: Any, rng: np.random.Generator) -> dict[str, list[KeySet]]:
+    from kvprobe.placebo.pools import unions
+
+    windows = {"contiguous": draw(seen.room.windows(seen.length), asked.windows, rng)}
+    if seen.item.task == MANY:
+        many = unions(seen.hard, asked.seed)
+        # Small unions first: two that share no needle must be possible.
+        order = sorted(rng.permutation(len(many)).tolist(), key=lambda i: len(many[i]))[: asked.unions]
+        return {"hard": seen.hard, "hard_set": sorted(many[i] for i in order)}
+    return windows | {"token_set": _dealt(seen, asked)} if seen.item.task == ESSAY else windows
+
+
+def _dealt(seen: Observed, asked: Any) -> list[KeySet]:
+    """Sets of as many single tokens as the needle has, dealt 1 + k at a time, from strong to weak."""
+    import numpy as np
+
+    from kvprobe.placebo.scope import Scope
+    from kvprobe.placebo.tokens import single_tokens
+
+    units = single_tokens(Scope(seen.trace), seen.room, "bound")
+    hands = 1 + asked.placebos
+    last = len(units.spans) - hands * units.count
+    if last < 0 or not asked.deals:
+        return []
+    starts = np.unique(np.geomspace(1, last + 1, asked.deals).astype(int) - 1)
+    return list(dict.fromkeys(keys for start in starts.tolist() for keys in units.dealt(start, hands)))
+
+
+def _pairs(windows: Sequence[KeySet], asked: Any) -> list[list[int]]:
+    """Pseudo-targets, and k windows each whose directions take its place: disjoint ones, whatever their strength."""
+    import numpy as np
+
+    from kvprobe.placebo.keysets import overlap
+    from kvprobe.placebo.pools import disjoint
+
+    rng, found = np.random.default_rng([asked.seed, len(windows)]), []
+    for t in rng.permutation(len(windows)).tolist():
+        others = [j for j in rng.permutation(len(windows)).tolist() if not overlap(windows[j], windows[t])]
+        chosen = disjoint([windows[j] for j in others], asked.placebos)
+        if len(found) < asked.injected and len(chosen) == asked.placebos:
+            found.append([t, *(windows.index(keys) for keys in chosen)])
+    return found
+
+
+def _injections(seen: Observed, windows: Sequence[KeySet], pairs: Sequence[Sequence[int]]) -> list[Any]:
+    """Each pseudo-target's own Δo, then the others' directions at its norm, layer by layer and row by row."""
+    from kvprobe.interventions import Inject
+    from kvprobe.placebo import injection
+
+    rows = [*seen.trace.queries]
+    return [(Inject(injection(seen.trace, windows[p[0]], windows[j]), queries=rows),) for p in pairs for j in p]
+
+
+def _named(table: pd.DataFrame, task: str, index: int, kind: str) -> pd.DataFrame:
+    facts = {"task": task, "item": index, "kind": kind, "target": ""}
+    return table.assign(**facts).reset_index(drop=True)
+
+
+def _injected_table(windows: pd.DataFrame, pairs: Any, done: pd.DataFrame, index: int) -> pd.DataFrame:
+    """A row an injection: whose direction (``spans``), at whose norm (``target``)."""
+    direction = windows.iloc[[j for pair in pairs for j in pair]].reset_index(drop=True)
+    target = windows.iloc[[pair[0] for pair in pairs for _ in pair]].reset_index(drop=True)
+    table = direction[["spans"]].join(done.reset_index(drop=True))
+    facts = {"task": ESSAY, "item": index, "kind": "injected", "target": target["spans"]}
+    return table.assign(**facts, perturbation=target["perturbation"])
