@@ -20,6 +20,7 @@ def groups(
     k: int,
     caliper: float,
     targets: Sequence[int] | None = None,
+    sharing: bool = False,
 ) -> list[list[int]]:
     """Each set as a pseudo-target, and its placebos by the library's own rule.
 
@@ -33,19 +34,22 @@ def groups(
         As in :func:`kvprobe.placebo.match`; candidates that share a key with the pseudo-target are none.
     targets
         Numbers of the sets that may be pseudo-targets, which then are no candidates; None: all, and all are both.
+    sharing
+        Candidates may share keys with the pseudo-target, as far as those that ``dissimilar`` picks may with each other.
 
     Returns
     -------
     list of list of int
         ``[target, placebo, …, placebo]`` of every pseudo-target that has k placebos.
     """
-    from kvprobe.placebo.keysets import overlap
+    from kvprobe.placebo.keysets import jaccard
+    from kvprobe.placebo.pools import SIMILAR
     from kvprobe.placebo.search import Goal, Pool
 
-    barred = set() if targets is None else {*targets}
+    barred, most = set() if targets is None else {*targets}, SIMILAR if sharing else 0.0
     found = []
     for t in range(len(sets)) if targets is None else targets:
-        others = [j for j in range(len(sets)) if j not in barred and not overlap(sets[j], sets[t])]
+        others = [j for j in range(len(sets)) if j not in {t, *barred} and jaccard(sets[j], sets[t]) <= most]
         exact = strengths[others]
         # Every strength is known already, so neither scope nor θ is ever asked for.
         goal = Goal(None, sets[t], "perturbation", float(strengths[t]), math.nan, k, caliper)
@@ -55,7 +59,7 @@ def groups(
     return found
 
 
-def calibrate(items: Sequence[Floats], draws: int, seed: int = 0) -> dict[str, Any]:
+def calibrate(items: Sequence[Floats], draws: int, seed: int = 0, permutations: int = 9999) -> dict[str, Any]:
     """Rate of p < 0.05 over draws of one pseudo-target an item, and the band around the level that can be attained.
 
     Parameters
@@ -64,6 +68,8 @@ def calibrate(items: Sequence[Floats], draws: int, seed: int = 0) -> dict[str, A
         [pseudo-targets, 1 + k] effects an item: the pseudo-target's, then its placebos'. Items without any are no part.
     draws, seed
         Draws; the test's own Monte Carlo is seeded by the draw.
+    permutations
+        Of the test, where it is not exact; the level accounts for them.
 
     Returns
     -------
@@ -88,7 +94,9 @@ def calibrate(items: Sequence[Floats], draws: int, seed: int = 0) -> dict[str, A
         if not any(row.any() for row in scores):
             all_zero += 1
             continue
-        primary = stats.permutation_within_item(scores, [np.arange(m) == 0 for m in sizes], seed=number)
+        primary = stats.permutation_within_item(
+            scores, [np.arange(m) == 0 for m in sizes], seed=number, draws=permutations
+        )
         level = level or stats.attainable_level(len(live), sizes, ALPHA, primary.draws, strict=True)
         differences = np.array([row[0] - row[1:].mean() for row in scores])
         beside = stats.sign_flip(differences, seed=number).p, stats.wilcoxon(differences).p

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import Analysis, progress
-from needle_items import Made, ends, made, options, ran, subtitle
+from needle_items import Made, ends, entered, made, options, ran
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,8 +34,7 @@ DESIGNS = {"one": "this layer alone", "up_to": "all layers up to this one", "fro
 __all__ = ["ANALYSIS", "compute", "main", "plan", "plot"]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything that is decided before a run: items, designs (name, layer, layers), and which items enter means."""
 
     made: Made
@@ -151,7 +149,11 @@ def answers(model: Any, item: Item, prefix: Any) -> bool:
     from kvprobe import runs
     from kvprobe.tasks.scoring import string_match_all
 
-    more = {"suffix": len(item.prompt) - item.context_stop, "generate": len(item.answer_ids) + 8, "keep_trace": False}
+    more: dict[str, Any] = {
+        "suffix": len(item.prompt) - item.context_stop,
+        "generate": len(item.answer_ids) + 8,
+        "keep_trace": False,
+    }
     (clean,) = runs.intervene(model, item.prompt, [()], prefix=prefix, **more)
     text = model.tokenizer.decode(clean.generated, skip_special_tokens=True)
     return float(string_match_all(text, item.references)) == 1.0
@@ -254,17 +256,10 @@ def plot(df: pd.DataFrame) -> Figure:
     return mask_and_gate(df, DESIGNS, FORMS)
 
 
-def said(df: pd.DataFrame) -> str:
-    """What was run, with the items that enter."""
-    from needle_items import entered
-
-    return entered(df.attrs["about"])
-
-
 def report(df: pd.DataFrame) -> None:
     """Print the table for a person."""
     about = df.attrs["about"]
-    print(f"{said(df)}\n{about['semantics']}\nexploratory: no layer was named beforehand. [95 % over items]")
+    print(f"{entered(about)}\n{about['semantics']}\nexploratory: no layer was named beforehand. [95 % over items]")
     for (design, outcome), rows in df.groupby(["design", "outcome"], sort=False):
         print(f"\n{outcome}, on {DESIGNS.get(design, 'all layers')}")
         for row in rows.to_dict("records"):

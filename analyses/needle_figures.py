@@ -32,6 +32,7 @@ ARMS: Looks = {
     "difference": ("mask − gate", {"color": "#0072B2", "marker": "D", "linestyle": "-", "mfc": "white"}),
     "refill": ("‖a_S z′ W_O‖: what survivors put in the place", {"color": GREY, "marker": "^", "linestyle": ":"}),
 }
+LINEAR = 0.1
 LEVEL = 0.05
 """Of tests by layer after Benjamini–Hochberg."""
 
@@ -64,7 +65,7 @@ def _rescaling(about: Mapping[str, Any]) -> str:
         "A′ − A/R compares shares. Arithmetic's share: Σ arithmetic / Σ (arithmetic + |effect|), sizes row by row; an "
         "effect is that of all masked layers before, too. On the first masked layer it is 100 % everywhere (effect "
         f"measured: at most {about['first_mechanism_max']:.1g}). Bars: 95 % over items. All layers are masked, for "
-        "question and answer tokens."
+        f"question and answer tokens. Changes: linear scale within ±{LINEAR:g} points, logarithmic outside."
     )
 
 
@@ -73,7 +74,12 @@ def _changes(ax: Any, rows: pd.DataFrame) -> None:
     for number, (name, (_, look)) in enumerate(READINGS.items()):
         _line(ax, rows, name, look, 1.08 ** (number - 1))
     ax.set_xscale("log")
-    ax.set_yscale("symlog", linthresh=0.1)
+    _linear_at_zero(ax)
+
+
+def _linear_at_zero(ax: Any) -> None:
+    """A scale that is linear within ±LINEAR and logarithmic outside."""
+    ax.set_yscale("symlog", linthresh=LINEAR)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
 
 
@@ -100,11 +106,11 @@ def mask_and_gate(df: pd.DataFrame, designs: Mapping[str, str], forms: Sequence[
     for place, names in enumerate((("mask", "gate"), ("difference",))):
         before: Any = None
         for column, (design, title) in enumerate(designs.items()):
-            # One layer alone does less than many: its panels have a scale of their own.
-            ax = figure.add_subplot(grid[place, column], sharey=before if column > 1 else None)
+            before = ax = figure.add_subplot(grid[place, column], sharey=before)
             _curves(ax, rows[rows["design"] == design], names)
-            ax.set(xlabel="layer", title=f"on {title}" if not place else "")
-            before = ax
+            _linear_at_zero(ax)
+            ax.set(xlabel="layer", xlim=(-1, rows["layer"].max() + 1), title=f"on {title}" if not place else "")
+            ax.tick_params(labelleft=not column)
     figure.axes[0].set_ylabel("change of the answer's\nlog-probability (nats)")
     figure.axes[len(designs)].set_ylabel("mask − gate (nats)")
     _forms(figure.add_subplot(grid[2, :]), rows[rows["design"] == "one"], forms, df.attrs["about"]["norm"])
@@ -121,8 +127,8 @@ def _disagreement(df: pd.DataFrame) -> str:
         f"On all layers: mask {whole['mask']:+.2f}, gate {whole['gate']:+.2f}, difference {whole['difference']:+.2f} "
         f"{interval} nats. Bars: 95 % over items, each layer by itself. Filled diamonds: sign flip over items with "
         f"Benjamini–Hochberg over the layers of a panel, p ≤ {LEVEL:g}; smallest attainable p "
-        f"{whole['p_attainable']:.2g}. Exploratory: no layer was named beforehand. The first column has scales of its "
-        "own."
+        f"{whole['p_attainable']:.2g}. Exploratory: no layer was named beforehand. Scales are linear within "
+        f"±{LINEAR:g} nats, logarithmic outside."
     )
     return said.replace(" -", " −").replace("[-", "[−")
 

@@ -53,14 +53,21 @@ def made(model: Any, asked: dict[str, Any], items: int) -> Made:
     from kvprobe.errors import TaskError
     from kvprobe.needles.settings import Settings
 
-    given = {"task": "niah_multikey_1", "length": 1500, "items": items, "needles": None, "haystack": None, "seed": 0}
+    given: dict[str, Any] = {
+        "task": "niah_multikey_1",
+        "length": 1500,
+        "items": items,
+        "needles": None,
+        "haystack": None,
+        "seed": 0,
+    }
     given |= {name: asked.pop(name) for name in ITEMS if name in asked}
     if given["items"] < 1:
         raise TaskError(f"items is {given['items']}, must be at least 1")
     wanted = {"needles": given["needles"], "path": given["haystack"]}
     more = {name: value for name, value in wanted.items() if value is not None}
     plain = {name: given[name] for name in ("task", "length", "items", "seed")}
-    settings = Settings(**plain, decoys=0, options=more)
+    settings = Settings(**plain, decoys=0, distractors=0, options=more)
     found = tuple(settings.item(model, index) for index in range(settings.items))
     return Made(found, settings.task, settings.length, settings.seed)
 
@@ -99,3 +106,25 @@ def ends(low: float, high: float, form: str) -> str:
 def entered(about: dict[str, Any]) -> str:
     """The same, with the items that enter means."""
     return f"{subtitle(about)} · {about['entering']} enter, {about['answered']} answered by the clean run"
+
+
+def numbers(name: str, texts: Sequence[str], kind: type) -> list[Any]:
+    """The numbers that words stand for."""
+    from kvprobe.errors import TaskError
+
+    try:
+        return [kind(text) for text in texts]
+    except ValueError:
+        raise TaskError(f"{name} is {','.join(texts)!r}, must be numbers, comma-separated") from None
+
+
+def beside(item: Item, first: int, length: int) -> list[int]:
+    """Where a window of ``length`` tokens can begin: in the context, behind the ``first`` positions, off the needle."""
+    from kvprobe.errors import TaskError
+
+    free = range(item.prompt.pad + first, item.context_stop - length + 1)
+    starts = [at for at in free if all(at + length <= a or b <= at for a, b in item.spans["evidence"])]
+    if length < 1 or not starts:
+        allowed = f"allowed: 1 or more that fit beside the needle of a {len(item.prompt)}-token item"
+        raise TaskError(f"windows of {length} tokens; {allowed}")
+    return starts

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from calibrating import calibrate
 from common import Analysis, progress
-from pseudo_targets import MASKED, MATCH_ON, OWN, SINGLE, UNION, Probe
-from span_effects import ESSAY, MANY, NOISE, items, whole
+from pseudo_targets import DESIGNS, READINGS, Probe, Reading
+from span_effects import items, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,30 +28,22 @@ if TYPE_CHECKING:
 
     from kvprobe.tasks.items import Item
 
-KEYS = ["remedy", "match_on", "reading"]
-READINGS = (
-    *(("contiguous", match_on, "window") for match_on in MATCH_ON),
-    *(("hard", match_on, SINGLE) for match_on in MATCH_ON),
-    *(("hard_set", match_on, reading) for reading in (UNION, SINGLE) for match_on in MATCH_ON),
-    *(("token_set", match_on, "token set") for match_on in MATCH_ON),
-    *(("injected", "perturbation", reading) for reading in (OWN, MASKED)),
-)
-"""Remedy, what is matched, and what the pseudo-target is."""
-
 STRENGTHS = {"bound": "θ", "perturbation": "L"}
-HAYSTACKS = {"essay": ESSAY, "noise": NOISE}
+HAYSTACKS = ("essay", "noise")
 CLAIM = "conditional on these items: draws are of pseudo-targets, not of items"
 SIZES = {
-    "items": "items of each essay task",
+    "items": "items of each design on essays",
     "noise_items": "items of the noise haystack",
     "length": "tokens of an item",
     "needles": "needles of an item with needles never asked about",
+    "crowd": "needles of an item that is crowded with them",
     "windows": "random windows an item",
     "unions": "unions of needles never asked about an item, small ones first",
     "deals": "deals of token sets an item",
-    "injected": "pseudo-targets an item whose Δo is injected",
+    "blocks": "blocks of windows an item whose Δo is injected",
     "placebos": "placebos of a pseudo-target",
     "draws": "draws a remedy and reading",
+    "permutations": "Monte Carlo draws of the primary test, where it is not exact",
 }
 BAND, GREY, SMALLEST = "#d9d9d9", "#595959", 1e-7
 LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,13 +65,15 @@ class Plan:
     noise_items: int = 4
     length: int = 1100
     needles: int = 9
+    crowd: int = 25
     windows: int = 40
-    unions: int = 60
+    unions: int = 48
     deals: int = 6
-    injected: int = 6
+    blocks: int = 2
     placebos: int = 4
     caliper: float = 0.25
     draws: int = 1000
+    permutations: int = 1999
     seed: int = 0
 
 
@@ -88,14 +82,15 @@ def plan(model: Any, **asked: Any) -> Plan:
     from kvprobe.errors import TaskError, quote
 
     planned = Plan({}, **asked)
-    least = {"items": 2, "noise_items": 0, "length": 1, "needles": 2, "windows": 1, "unions": 0, "deals": 0}
-    least |= {"injected": 0, "placebos": 1, "draws": 1, "seed": 0}
+    least = {"items": 2, "noise_items": 0, "length": 1, "needles": 2, "crowd": 2, "windows": 1, "unions": 0, "deals": 0}
+    least |= {"blocks": 0, "placebos": 1, "draws": 1, "permutations": 1, "seed": 0}
     whole({name: (getattr(planned, name), low) for name, low in least.items()})
     if not 0 < planned.caliper < float("inf"):
         raise TaskError(f"caliper is {quote(planned.caliper)}, must be a number above 0")
-    for task in (ESSAY, MANY, NOISE):
-        count = planned.noise_items if task == NOISE else planned.items
-        planned.made[task] = items(model, task, count, planned.length, planned.seed, planned.needles)
+    for design, task in DESIGNS.items():
+        count = planned.noise_items if design == "noise" else planned.items
+        needles = planned.crowd if design == "crowd" else planned.needles
+        planned.made[design] = items(model, task, count, planned.length, planned.seed, needles)
     return planned
 
 
@@ -105,47 +100,48 @@ def compute(model: Any, asked: Plan) -> pd.DataFrame:
     Returns
     -------
     DataFrame
-        ``remedy``, ``match_on``, ``reading``: where pseudo-target and placebos come from, what is matched, and what the
-        pseudo-target is; ``targets``, ``unmatched``: pseudo-targets in all, and those without placebos, which are never
-        drawn; then see :func:`calibrating.calibrate`. ``attrs["tables"]``: ``effects``, a row a span × item.
+        ``remedy``, ``design``, ``reading``, ``match_on``: where placebos come from, in which items, what the
+        pseudo-target is (:data:`pseudo_targets.READINGS`), and what is matched; ``targets``, ``unmatched``:
+        pseudo-targets in all, and those without placebos, which are never drawn; then see
+        :func:`calibrating.calibrate`. ``attrs["tables"]``: ``effects``, a row a span × item.
     """
     import pandas as pd
 
-    probes = [Probe.of(model, item, index, asked) for index, item in progress("items")(_numbered(asked))]
-    rows = [row(probes, *reading, asked) for reading in READINGS]
+    probes = [Probe.of(model, *job, asked) for job in progress("items")(_numbered(asked))]
+    rows = [row(probes, reading, asked) for reading in READINGS]
     effects = pd.concat([each for probe in probes for each in probe.tables.values()], ignore_index=True)
     table = pd.DataFrame(rows)
     table.attrs = {"tables": {"effects": effects}, "about": _about(model, probes, asked)}
     return table
 
 
-def _numbered(asked: Plan) -> list[tuple[int, Item]]:
-    return [(index, item) for made in asked.made.values() for index, item in enumerate(made)]
+def _numbered(asked: Plan) -> list[tuple[str, Item, int]]:
+    return [(design, item, index) for design, made in asked.made.items() for index, item in enumerate(made)]
 
 
-def row(probes: Sequence[Probe], remedy: str, match_on: str, reading: str, asked: Plan) -> dict[str, Any]:
-    """One remedy, matching and reading over all items that have its candidates."""
-    kind = "hard" if reading == SINGLE else remedy
-    mine = [probe for probe in probes if kind in probe.tables and probe.task != NOISE]
-    found = [probe.groups(remedy, match_on, reading, asked) for probe in mine]
-    targets = sum(len(probe.injected) if remedy == "injected" else len(probe.sets[kind]) for probe in mine)
-    counted = {"targets": targets, "unmatched": targets - sum(map(len, found))}
+def row(probes: Sequence[Probe], reading: Reading, asked: Plan) -> dict[str, Any]:
+    """One reading over all items of its design."""
     import numpy as np
 
-    named = dict(zip(KEYS, (remedy, match_on, reading), strict=True))
-    return named | counted | calibrate([np.array(each) for each in found], asked.draws, asked.seed)
+    mine = [probe for probe in probes if probe.design == reading.design]
+    found = [probe.groups(reading, asked) for probe in mine]
+    injected = reading.remedy == "injected"
+    targets = sum(len(probe.injected) if injected else len(probe.sets[reading.kind]) for probe in mine)
+    named = {"remedy": reading.remedy, "design": reading.design, "reading": reading.name, "match_on": reading.match_on}
+    counted = {"targets": targets, "unmatched": targets - sum(map(len, found))}
+    effects = [np.array(each) for each in found]
+    return named | counted | calibrate(effects, asked.draws, asked.seed, asked.permutations)
 
 
 def _about(model: Any, probes: Sequence[Probe], asked: Plan) -> dict[str, Any]:
-    counts = {
-        task: {"items": len(mine), "answered": sum(probe.answered for probe in mine)}
-        for task in asked.made
-        if (mine := [probe for probe in probes if probe.task == task])
-    }
+    counts = {}
+    for design in asked.made:
+        mine = [probe for probe in probes if probe.design == design]
+        counts[design] = {"items": len(mine), "answered": sum(probe.answered for probe in mine)}
     named = {name: getattr(asked, name) for name in (*SIZES, "caliper")}
     semantics = "prefill-then-evict: masks act on question and teacher-forced answer"
     facts = {"model": model.name, "seed": asked.seed, "semantics": semantics, "claim": CLAIM}
-    return facts | {"asked": named, "tasks": counts, "random_spans": random_spans(probes)}
+    return facts | {"asked": named, "designs": counts, "random_spans": random_spans(probes)}
 
 
 def random_spans(probes: Sequence[Probe]) -> list[dict[str, Any]]:
@@ -153,11 +149,11 @@ def random_spans(probes: Sequence[Probe]) -> list[dict[str, Any]]:
     import pandas as pd
 
     rows = []
-    for name, task in HAYSTACKS.items():
-        tables = [probe.tables["contiguous"] for probe in probes if probe.task == task]
+    for name in HAYSTACKS:
+        tables = [probe.tables["contiguous"] for probe in probes if probe.design == name]
         if tables:
             every = pd.concat(tables)
-            size, clean = every["effect"].abs(), [probe.clean for probe in probes if probe.task == task]
+            size, clean = every["effect"].abs(), [probe.clean for probe in probes if probe.design == name]
             row = {
                 "haystack": name,
                 "spans": len(size),
@@ -171,6 +167,13 @@ def random_spans(probes: Sequence[Probe]) -> list[dict[str, Any]]:
 
 def plot(df: pd.DataFrame) -> Figure:
     """Rates against their bands, and the effects of random spans in both haystacks."""
+    from kvprobe.plots.style import styled
+
+    figure: Figure = styled(_drawn)(df)
+    return figure
+
+
+def _drawn(df: pd.DataFrame) -> Figure:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -214,15 +217,16 @@ def _rates(ax: Any, df: pd.DataFrame) -> None:
 def label(row: dict[str, Any]) -> str:
     """A row's name in figure and report."""
     matched = f" = {STRENGTHS[row['match_on']]}" if row["remedy"] != "injected" else ""
-    return f"{row['remedy']}{matched}: {row['reading']}, n {row['n_items']}"
+    where = f", {row['design']}" if row["design"] != "essay" else ""
+    return f"{row['remedy']}{matched}: {row['reading']}{where}, n {row['n_items']}"
 
 
 def _effects(ax: Any, effects: pd.DataFrame) -> None:
     """Share of random windows whose effect is at most so large."""
     import numpy as np
 
-    for (name, task), colour in zip(HAYSTACKS.items(), ("#0072B2", "#D55E00"), strict=True):
-        mine = effects[(effects["task"] == task) & (effects["kind"] == "contiguous")]["effect"].abs()
+    for name, colour in zip(HAYSTACKS, ("#0072B2", "#D55E00"), strict=True):
+        mine = effects[(effects["design"] == name) & (effects["kind"] == "contiguous")]["effect"].abs()
         if len(mine):
             size = np.sort(np.maximum(mine, SMALLEST))
             ax.step(
@@ -240,12 +244,12 @@ def report(df: pd.DataFrame) -> None:
     """Print rates and bands for a person."""
     about = df.attrs["about"]
     counts = "; ".join(
-        f"{task}: {each['items']} items, {each['answered']} answered" for task, each in about["tasks"].items()
+        f"{name}: {each['items']} items, {each['answered']} answered" for name, each in about["designs"].items()
     )
     print(f"{about['model']}, {counts}. {about['semantics']}\n{about['claim']}\n")
-    print(f"{'':44s} rate of p < 0.05 [99 % band] attainable   sign flip, Wilcoxon   draws (all zero)   unmatched")
+    print(f"{'':48s} rate of p < 0.05 [99 % band] attainable   sign flip, Wilcoxon   draws (all zero)   unmatched")
     for each in df.to_dict("records"):
-        print(f"{label(each):44s}" + _line(each))
+        print(f"{label(each):48s}" + _line(each))
     print("\nrandom windows, |Δ log-prob of the gold answer| in nats:")
     for each in about["random_spans"]:
         ends = f"{each['clean'][0]:.3g} … {each['clean'][1]:.3g}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from calibrating import groups
-from span_effects import ESSAY, MANY, Observed, draw
+from span_effects import ESSAY, MANY, NOISE, Observed, draw
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,58 @@ if TYPE_CHECKING:
     from kvprobe.tasks.items import Item
 
 MATCH_ON = ("bound", "perturbation")
-OWN, MASKED, UNION, SINGLE = "own Δo injected", "mask against injected", "union", "single H"
+DESIGNS = {"essay": ESSAY, "needles": MANY, "crowd": MANY, "noise": NOISE}
+"""Design → its task; ``crowd`` has so many needles that disjoint unions of them exist."""
+
+OWN, MASKED = "own Δo injected", "mask against injected"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to replace the target, and where its placebos come from.
+
+    Attributes
+    ----------
+    remedy, design, name, match_on
+        As the table has them.
+    single
+        Of unions: the pseudo-target is a single needle, which is no placebo.
+    sharing
+        Of unions: the pseudo-target may share needles with its placebos as they may with each other. The library lets
+        placebos share, and keeps the target apart.
+    apart
+        Of unions: neither do placebos share needles.
+    """
+
+    remedy: str
+    design: str
+    name: str
+    match_on: str = "perturbation"
+    single: bool = False
+    sharing: bool = False
+    apart: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Candidates among which the pseudo-target is drawn."""
+        return "hard" if self.single else self.remedy
+
+
+def _both(*named: Any, **more: bool) -> list[Reading]:
+    return [Reading(*named, match_on, **more) for match_on in MATCH_ON]
+
+
+READINGS = (
+    *_both("contiguous", "essay", "window"),
+    *_both("hard", "crowd", "single H"),
+    *_both("hard_set", "needles", "union"),
+    *_both("hard_set", "needles", "union, shares too", sharing=True),
+    *_both("hard_set", "crowd", "union"),
+    *_both("hard_set", "crowd", "union, none shares", apart=True),
+    *_both("hard_set", "crowd", "single H", single=True),
+    *_both("token_set", "essay", "token set"),
+    *(Reading("injected", "essay", name) for name in (OWN, MASKED)),
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +77,7 @@ class Probe:
 
     Attributes
     ----------
-    task, index, clean, answered
+    design, index, clean, answered
         The item, the clean log-prob of its gold answer, and whether greedy decoding gives it.
     sets, tables
         Kind → candidates, and a row each: strengths, ``effect``, ``kl``, ``flips``; ``injected`` has a table only.
@@ -34,7 +85,7 @@ class Probe:
         Numbers of the windows of each injection: the pseudo-target, then those whose directions take its place.
     """
 
-    task: str
+    design: str
     index: int
     clean: float
     sets: dict[str, list[KeySet]]
@@ -43,7 +94,7 @@ class Probe:
     answered: bool
 
     @staticmethod
-    def of(model: Any, item: Item, index: int, asked: Any) -> Probe:
+    def of(model: Any, design: str, item: Item, index: int, asked: Any) -> Probe:
         """Observe once, measure every candidate's strength, then all arms over one prefix."""
         import numpy as np
 
@@ -51,33 +102,33 @@ class Probe:
         from kvprobe.placebo.keysets import text
 
         seen = Observed.of(model, item)
-        rng = np.random.default_rng([asked.seed, index, len(item.prompt)])
+        rng = np.random.default_rng([asked.seed, index, [*DESIGNS].index(design)])
         sets = _candidates(seen, asked, rng)
         flat = [keys for each in sets.values() for keys in each]
-        pairs = _pairs(sets["contiguous"], asked) if item.task == ESSAY else []
+        pairs = blocks(sets["contiguous"], asked, rng) if design == "essay" else []
         done = seen.effects([*seen.masks(flat), *_injections(seen, sets.get("contiguous", []), pairs)])
         table = set_strengths(seen.trace, flat, measures=MATCH_ON)[[*MATCH_ON]]
         table = table.assign(spans=[text(keys) for keys in flat]).join(done[: len(flat)])
         kinds = np.repeat([*sets], [len(each) for each in sets.values()])
-        tables = {name: _named(table[kinds == name], item.task, index, name) for name in sets}
+        tables = {name: _named(table[kinds == name], design, index, name) for name in sets}
         if pairs:
             tables["injected"] = _injected_table(tables["contiguous"], pairs, done[len(flat) :], index)
-        return Probe(item.task, index, done.attrs["clean"], sets, tables, pairs, done.attrs["answered"])
+        return Probe(design, index, done.attrs["clean"], sets, tables, pairs, done.attrs["answered"])
 
-    def groups(self, remedy: str, match_on: str, reading: str, asked: Any) -> list[list[float]]:
+    def groups(self, reading: Reading, asked: Any) -> list[list[float]]:
         """Effects of each pseudo-target that has placebos, and of those."""
-        if remedy == "injected":
-            return self._injected(reading)
+        if reading.remedy == "injected":
+            return self._injected(reading.name)
         import numpy as np
 
         from kvprobe.placebo.pools import disjoint, dissimilar
 
-        choose: Callable[..., Any] = dissimilar if remedy == "hard_set" else disjoint
-        names = ["hard", "hard_set"] if remedy == "hard_set" and reading == SINGLE else [remedy]
+        choose: Callable[..., Any] = dissimilar if reading.remedy == "hard_set" and not reading.apart else disjoint
+        names = ["hard", "hard_set"] if reading.single else [reading.remedy]
         sets = [keys for name in names for keys in self.sets[name]]
-        strengths, effects = (np.concatenate([self.tables[n][c] for n in names]) for c in (match_on, "effect"))
-        targets = range(len(self.sets["hard"])) if len(names) == 2 else None
-        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets)
+        strengths, effects = (np.concatenate([self.tables[n][c] for n in names]) for c in (reading.match_on, "effect"))
+        targets = range(len(self.sets["hard"])) if reading.single else None
+        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets, reading.sharing)
         return [effects[group].tolist() for group in found]
 
     def _injected(self, reading: str) -> list[list[float]]:
@@ -119,19 +170,21 @@ def _dealt(seen: Observed, asked: Any) -> list[KeySet]:
     return list(dict.fromkeys(keys for start in starts.tolist() for keys in units.dealt(start, hands)))
 
 
-def _pairs(windows: Sequence[KeySet], asked: Any) -> list[list[int]]:
-    """Pseudo-targets, and k windows each whose directions take its place: disjoint ones, whatever their strength."""
-    import numpy as np
+def blocks(windows: Sequence[KeySet], asked: Any, rng: np.random.Generator) -> list[list[int]]:
+    """Blocks of 1 + k disjoint random windows: each is the pseudo-target once, and a direction for the k others.
 
-    from kvprobe.placebo.keysets import overlap
+    Every direction then is the pseudo-target's own as often as anyone's, as a random draw would have it.
+    """
     from kvprobe.placebo.pools import disjoint
 
-    rng, found = np.random.default_rng([asked.seed, len(windows)]), []
-    for t in rng.permutation(len(windows)).tolist():
-        others = [j for j in rng.permutation(len(windows)).tolist() if not overlap(windows[j], windows[t])]
-        chosen = disjoint([windows[j] for j in others], asked.placebos)
-        if len(found) < asked.injected and len(chosen) == asked.placebos:
-            found.append([t, *(windows.index(keys) for keys in chosen)])
+    found: list[list[int]] = []
+    size = 1 + asked.placebos
+    for _ in range(asked.blocks):
+        order = rng.permutation(len(windows)).tolist()
+        chosen = disjoint([windows[i] for i in order], size)
+        block = [windows.index(keys) for keys in chosen]
+        if len(block) == size and not any(sorted(block) == sorted(other) for other in found):
+            found += [[t, *(j for j in block if j != t)] for t in block]
     return found
 
 
@@ -144,8 +197,8 @@ def _injections(seen: Observed, windows: Sequence[KeySet], pairs: Sequence[Seque
     return [(Inject(injection(seen.trace, windows[p[0]], windows[j]), queries=rows),) for p in pairs for j in p]
 
 
-def _named(table: pd.DataFrame, task: str, index: int, kind: str) -> pd.DataFrame:
-    facts = {"task": task, "item": index, "kind": kind, "target": ""}
+def _named(table: pd.DataFrame, design: str, index: int, kind: str) -> pd.DataFrame:
+    facts = {"design": design, "item": index, "kind": kind, "target": ""}
     return table.assign(**facts).reset_index(drop=True)
 
 
@@ -154,5 +207,5 @@ def _injected_table(windows: pd.DataFrame, pairs: Any, done: pd.DataFrame, index
     direction = windows.iloc[[j for pair in pairs for j in pair]].reset_index(drop=True)
     target = windows.iloc[[pair[0] for pair in pairs for _ in pair]].reset_index(drop=True)
     table = direction[["spans"]].join(done.reset_index(drop=True))
-    facts = {"task": ESSAY, "item": index, "kind": "injected", "target": target["spans"]}
+    facts = {"design": "essay", "item": index, "kind": "injected", "target": target["spans"]}
     return table.assign(**facts, perturbation=target["perturbation"])

@@ -15,11 +15,10 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import Analysis, progress, words
-from needle_items import Made, ends, made, options, ran, subtitle
+from needle_items import Made, beside, ends, made, numbers, options, ran, subtitle
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,8 +42,7 @@ NOISE = 1e-6
 __all__ = ["ANALYSIS", "compute", "main", "plan", "plot"]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything that is decided before a run: items, inner edges of the bins, arms of each item."""
 
     made: Made
@@ -68,24 +66,15 @@ def plan(
     """
     from kvprobe.errors import TaskError
 
-    inner = _numbers("edges", edges, float)
+    inner = numbers("edges", edges, float)
     if not inner or sorted({*inner}) != inner or not 0 < inner[0] <= inner[-1] < 1:
         raise TaskError(f"edges is {','.join(edges)!r}, must be rising numbers between 0 and 1")
     if draws < 1:
         raise TaskError(f"draws is {draws}, must be at least 1")
     items = made(model, asked, ITEMS)
-    lengths = _numbers("windows", windows, int)
+    lengths = numbers("windows", windows, int)
     arms = tuple(_arms(item, lengths, draws) for item in items.items)
     return Plan(items, tuple(inner), arms)
-
-
-def _numbers(name: str, texts: Sequence[str], kind: Any) -> list[Any]:
-    from kvprobe.errors import TaskError
-
-    try:
-        return [kind(text) for text in texts]
-    except ValueError:
-        raise TaskError(f"{name} is {','.join(texts)!r}, must be numbers, comma-separated") from None
 
 
 def _arms(item: Item, lengths: Sequence[int], draws: int) -> dict[str, list[Span]]:
@@ -97,23 +86,10 @@ def _arms(item: Item, lengths: Sequence[int], draws: int) -> dict[str, list[Span
     found |= {f"hard {number}": [span] for number, span in enumerate(item.spans.get("hard", []))}
     rng = np.random.default_rng(item.seed)
     for length in lengths:
-        starts = _beside(item, length)
+        starts = beside(item, FIRST, length)
         for number, at in enumerate(rng.choice(starts, min(draws, len(starts)), replace=False).tolist()):
             found[f"window{length} {number}"] = [(at, at + length)]
     return found
-
-
-def _beside(item: Item, length: int) -> list[int]:
-    """Where a window of this length can begin: in the context, behind the first positions, off the needle."""
-    from kvprobe.errors import TaskError
-
-    free = range(item.prompt.pad + FIRST, item.context_stop - length + 1)
-    starts = [at for at in free if all(at + length <= a or b <= at for a, b in item.spans["evidence"])]
-    if length < 1 or not starts:
-        raise TaskError(
-            f"a window of {length} tokens finds no room beside the needle of a {len(item.prompt)}-token item"
-        )
-    return starts
 
 
 def compute(model: Any, asked: Plan) -> pd.DataFrame:
@@ -173,7 +149,10 @@ def layer_cells(
     """bucket → column → [heads]: changes of the bucket's mass, mean over rows; and the identities' largest error."""
     own, conditional = masked.attention_change(layer, clean)
     raw = masked.attention(layer) - clean.own_attention(layer)
-    errors = (raw - own.arithmetic - own.mechanism - own.removal, raw - sum_of(conditional))
+    errors = (
+        raw - own.arithmetic - own.mechanism - own.removal,
+        raw - conditional.shares - conditional.arithmetic - conditional.removal,
+    )
     split = {"raw": raw, "arithmetic": own.arithmetic, "mechanism": own.mechanism}
     split |= {"arithmetic_conditional": conditional.arithmetic, "shares": conditional.shares}
     mass = -own.removal.double().sum(-1).mean(-1)
@@ -184,12 +163,6 @@ def layer_cells(
         columns |= {f"{name}_size": rows[name].abs().mean(-1) for name in rows if name != "raw"}
         found[bucket] = {name: column.numpy() for name, column in columns.items()}
     return found, max(float(error.abs().max()) for error in errors)
-
-
-def sum_of(conditional: Any) -> Tensor:
-    """The conditional split's parts, added up."""
-    total: Tensor = conditional.shares + conditional.arithmetic + conditional.removal
-    return total
 
 
 def _keys(item: Item, spans: Sequence[Span]) -> dict[str, Tensor]:
@@ -248,7 +221,7 @@ def described(mine: pd.DataFrame, seed: int) -> dict[str, Any]:
     items = sized.groupby("item")
     means, sums = items.mean(numeric_only=True), items.sum(numeric_only=True)
     row: dict[str, Any] = {"mass": float(means["mass"].mean())}
-    for name in ("raw", "mechanism", "shares"):
+    for name in CHANGES:
         found = mean_interval(means[name].to_numpy(), seed=seed)
         row |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
     for split, (arithmetic, effect) in SPLITS.items():
@@ -285,7 +258,7 @@ def report(df: pd.DataFrame) -> None:
         f"{about['first_mechanism_max']:.2g}"
     )
     binned = df[df["layers"] == "deeper"]
-    for title, columns, said in (("change of mass, percentage points", READINGS, "+.3f"), (SHARES, RATIOS, ".1f")):
+    for title, columns, said in (("change of mass, percentage points", CHANGES, "+.3f"), ("per cent", RATIOS, ".1f")):
         for bucket, name in BUCKETS.items():
             print(f"\n{title}: {name}  [95 % over items]\n{'':29s}" + "".join(f"{column:29s}" for column in columns))
             for row in kinds[kinds["bucket"] == bucket].to_dict("records"):
@@ -295,12 +268,12 @@ def report(df: pd.DataFrame) -> None:
     print(f"\n{READ}")
 
 
-SHARES = "per cent"
+CHANGES = ("raw", "mechanism", "shares")
 RATIOS = ("net_own", "net_conditional", "gross_own", "gross_conditional", "opposed")
 READ = (
     "raw: A′ − A; mechanism: the corrected change A′R − A; shares: A′ − A/R among survivors. net: Σ arithmetic / Σ raw "
-    "(nan where raw does not rise in every item); gross: Σ arithmetic / Σ (arithmetic + |effect|); opposed: cells where "
-    "raw and shares have opposite signs."
+    "(nan where raw does not rise in every item); gross: Σ arithmetic / Σ (arithmetic + |effect|); opposed: cells "
+    "where raw and shares have opposite signs."
 )
 
 

@@ -28,6 +28,7 @@ MEASURES = {"bound": "θ", "centred": "θ_c", "perturbation": "L", "value_mass":
 OUTCOMES = {"kl": "KL", "drop": "log-prob drop", "size": "|Δ log-prob|"}
 LOOKS = {"kl": ("#0072B2", "o"), "drop": ("#D55E00", "s"), "size": ("#009E73", "^")}
 SPANS = {"all": "needles and haystack windows", "haystack": "haystack windows alone"}
+ROWS = {"all": "needles and windows", "haystack": "windows alone"}
 NAMES = ["task", "spans", "measure", "outcome"]
 FEWEST = 3
 """Spans under which a rank correlation says nothing."""
@@ -149,7 +150,14 @@ def summary(by_item: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def plot(df: pd.DataFrame) -> Figure:
-    """One panel a task: mean rank correlation and its interval, items as dots."""
+    """One panel a task and choice of spans: mean rank correlation and its interval, items as dots."""
+    from kvprobe.plots.style import styled
+
+    figure: Figure = styled(_drawn)(df)
+    return figure
+
+
+def _drawn(df: pd.DataFrame) -> Figure:
     from matplotlib.lines import Line2D
 
     from kvprobe.plots.style import GREY, WIDTH, headline, sheet
@@ -161,7 +169,7 @@ def plot(df: pd.DataFrame) -> Figure:
     for line, which in zip(axes, kinds, strict=True):
         for ax, task in zip(line, tasks, strict=True):
             _panel(ax, *(t[(t["task"] == task) & (t["spans"] == which)] for t in (df, dots)))
-            ax.set_title(f"{task}: {SPANS[which]}")
+            ax.set_title(f"{task}: {ROWS[which]}")
         line[0].set_ylabel("rank correlation\nwithin an item")
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="none", label=OUTCOMES[name])

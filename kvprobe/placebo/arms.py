@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from kvprobe.errors import InterventionError
 from kvprobe.interventions import Inject, KVMask, ValueGate
 from kvprobe.placebo.dosing import doses_of_each
 from kvprobe.placebo.finder import Match
@@ -162,10 +166,37 @@ class Design:
         settings = self.settings
         seed = self.seed * 100 + number
         trace = self.rows_trace
-        vectors = injection(trace, self.target, direction, level=settings.level, seed=seed, **self.scope)
+        vectors = self._vectors(trace, direction, seed)
         part = Inject(vectors, queries=[*trace.queries])
         # By layer the norms are the target's; by head their sum over heads is another number.
         kept = (
             {"perturbation": strengths["perturbation"]} if settings.level == "layer" or arm == "injected_target" else {}
         )
         return Arm(arm, (part,), keys, remedy="injected", number=number, strengths=kept)
+
+    def _vectors(self, trace: Any, direction: Any, seed: int) -> dict[int, Tensor]:
+        """Vectors of the target's norm; random ones in rows that see nothing of the keys whose Δo is the direction."""
+        try:
+            return injection(trace, self.target, direction, level=self.settings.level, seed=seed, **self.scope)
+        except InterventionError:
+            return self._partly_random(trace, direction, seed)
+
+    def _partly_random(self, trace: Any, keys: KeySet, seed: int) -> dict[int, Tensor]:
+        """By level "head" each head by itself: a head whose window ends too early is the one that gets a random one."""
+        heads = range(len(trace.layer(0).w_o)) if self.settings.level == "head" else (None,)
+        found: dict[int, Tensor] = {}
+        for head in heads:
+            place = {"heads": head, **self.scope}
+            own, away = (injection(trace, keys_, keys_, **place) for keys_ in (self.target, keys))
+            drawn = injection(trace, self.target, "random", seed=seed * 1000 + (head or 0), **place)
+            for layer, vectors in drawn.items():
+                part = _directed(own[layer], away[layer], vectors, self.settings.p)
+                found[layer] = found[layer] + part if layer in found else part
+        return found
+
+
+def _directed(own: Tensor, away: Tensor, drawn: Tensor, p: int) -> Tensor:
+    """[Q, D] of ``own``'s norms in ``away``'s directions, ``drawn`` where those are 0."""
+    size, length = (x.double().norm(p=p, dim=-1, keepdim=True) for x in (own, away))
+    along = size * away / torch.where(length == 0, 1.0, length)
+    return torch.where(length == 0, drawn, along).to(own.dtype)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kvprobe import runs, stats
-from kvprobe.outcomes import Outcome, answer_logprobs, argmax_flips, deep_from, kl_divergence, settle
+from kvprobe.outcomes import Outcome, answer_logprobs, answer_match, argmax_flips, deep_from, kl_divergence, settle
 from kvprobe.placebo.arms import Design
-from kvprobe.placebo.keysets import KeySet, text
+from kvprobe.placebo.keysets import KeySet, Span, text
 from kvprobe.placebo.pools import length_only
-from kvprobe.placebo.probe import Probed, Row, described, difference_to_clean, first, matched, receipt
+from kvprobe.placebo.probe import Probed, Row, described, difference_to_clean, first, matched, receipt, seed_of
 from kvprobe.placebo.settings import Settings
 from kvprobe.tasks.traces import TraceItem
 
@@ -98,28 +98,53 @@ class TraceDesign(Design):
     @cached_property
     def rows_trace(self) -> Any:
         """The clean run at every row: vectors are injected at all of them, though strengths are means over some."""
-        return runs.observe(self.model, self.prompt, slice(first(self.prompt), None))
+        return runs.observe(self.model, self.prompt, slice(self.target[-1][1], None))
 
 
 def trace_design(model: Any, settings: Settings, item: TraceItem, index: int) -> TraceDesign:
     """Placebos of the first derivation among what stands before the second mention."""
-    target: KeySet = tuple(sorted(item.target))
-    later = [mention.start for mention in item.mentions if mention.k > 1]
-    stop = min(later)
-    mentions = [(mention.start, mention.stop) for mention in item.mentions if mention.stop <= stop]
-    inside = {at for start, end in target for at in range(start, end)}
-    protect = [*item.protect, *(span for span in mentions if span[0] not in inside)]
-    hard = [span for span in sorted(item.hard) if span[1] <= stop]
+    target, hard, protect, stop = _spans(item)
     begin, n = first(item.prompt), len(item.prompt)
     rows = np.unique(np.linspace(begin, n - 1, min(settings.rows, n - begin)).round().astype(int)).tolist()
     trace = runs.observe(model, item.prompt, rows)
-    seed = settings.seed * 10_000 + index
-    windows = length_only(
-        trace.n, target, settings.placebos, protect=protect, hard=hard, seed=seed, first=first(item.prompt), stop=stop
+    windows = trace_windows(settings, item, index)
+    weights = _residual_weights(model, item, rows) if settings.residual_norm else None
+    matches, table = matched(trace, settings, target, windows, hard, protect, stop, weights, after=True)
+    design = (trace, target, matches, windows, settings, "after", table, seed_of(settings, index), True, weights)
+    return TraceDesign(*design, stop=stop, model=model, prompt=item.prompt)
+
+
+def trace_windows(settings: Settings, item: TraceItem, index: int) -> tuple[KeySet, ...]:
+    """The length-only windows of a trace, which need no run."""
+    target, hard, protect, stop = _spans(item)
+    return length_only(
+        len(item.prompt),
+        target,
+        settings.placebos,
+        protect=protect,
+        hard=hard,
+        seed=seed_of(settings, index),
+        first=first(item.prompt),
+        stop=stop,
     )
-    matches, table = matched(trace, settings, target, windows, hard, protect, stop, after=True)
-    design = (trace, target, matches, windows, settings, "after", table, seed)
-    return TraceDesign(*design, after=True, stop=stop, model=model, prompt=item.prompt)
+
+
+def _spans(item: TraceItem) -> tuple[KeySet, list[Span], list[Span], int]:
+    """Target, hard spans, what no placebo may touch, and the second mention, before which all of them end."""
+    target: KeySet = tuple(sorted(item.target))
+    stop = min(mention.start for mention in item.mentions if mention.k > 1)
+    mentions = [(mention.start, mention.stop) for mention in item.mentions if mention.stop <= stop]
+    inside = {at for start, end in target for at in range(start, end)}
+    protect = [*item.protect, *(span for span in mentions if span[0] not in inside)]
+    return target, [span for span in sorted(item.hard) if span[1] <= stop], protect, stop
+
+
+def _residual_weights(model: Any, item: TraceItem, rows: Sequence[int]) -> list[float]:
+    """1 / mean norm of the hidden state after each layer, over the observed rows."""
+    kept = len(item.prompt) - rows[0]
+    out = runs.intervene(model, item.prompt, [()], suffix=kept, streams=kept, keep_trace=False)[0]
+    resid = out.streams.resid_post[:, [row - rows[0] for row in rows]]
+    return (1 / resid.float().norm(dim=-1).mean(-1)).tolist()
 
 
 @dataclass(frozen=True)
@@ -130,6 +155,7 @@ class _Seen:
     logprob: Tensor
     kl: Tensor
     flips: Tensor
+    match: Tensor
 
 
 def _look(model: Any, settings: Settings, rows: Rows, out: Outcome, clean: Outcome) -> _Seen:
@@ -139,6 +165,7 @@ def _look(model: Any, settings: Settings, rows: Rows, out: Outcome, clean: Outco
         answer_logprobs(mine, rows.tokens),
         kl_divergence(theirs, mine),
         argmax_flips(theirs, mine),
+        answer_match(mine, rows.tokens),
     )
 
 
@@ -151,7 +178,7 @@ def _summed(rows: Rows, later: Sequence[bool], seen: _Seen) -> Row:
         "logprob_per_token": float(logprob.mean()),
         "kl": float(seen.kl[chosen].sum()),
         "flips": int(seen.flips[chosen].sum()),
-        "match": not bool(seen.flips[chosen].any()),
+        "match": bool(seen.match[chosen].all()),
         "score": math.nan,
         "text": "",
         "settling_depth": float(seen.depth[chosen].double().mean()),
@@ -235,7 +262,7 @@ def _deep(mentions: pd.DataFrame) -> dict[str, Any]:
 
     one = share(mentions[mentions["k"] == 1])
     later = share(mentions[(mentions["k"] > 1) & ~mentions["rederive"]])
-    ratio = None if not one or not later else one / later
+    ratio = None if one is None or not later else one / later
     return {"first": one, "later": later, "ratio": ratio}
 
 

@@ -99,25 +99,9 @@ def probe_item(model: Any, settings: Settings, item: Item, index: int) -> Probed
 
 def item_design(model: Any, trace: Any, settings: Settings, item: Item, index: int) -> Design:
     """Match an item's target on its clean trace; nothing of any outcome is known yet."""
-    target: KeySet = tuple(sorted(item.spans["evidence"]))
-    hard = sorted(item.spans.get("hard", []))
-    spans = item.prompt.spans
-    protect = [*item.spans.get("protect", []), *item.spans.get("decoy", [])]
-    # What comes before the context is the instruction.
-    if "context" in spans and spans["context"][0] > item.prompt.pad:
-        protect.append((item.prompt.pad, spans["context"][0]))
+    target, hard, protect = _spans(item)
     weights = residual_weights(model, item, trace) if settings.residual_norm else None
-    seed = settings.seed * 10_000 + index
-    windows = length_only(
-        trace.n,
-        target,
-        settings.placebos,
-        protect=protect,
-        hard=hard,
-        seed=seed,
-        first=first(item.prompt),
-        stop=item.context_stop,
-    )
+    windows = item_windows(settings, item, index)
     matches, table = matched(
         trace,
         settings,
@@ -129,7 +113,43 @@ def item_design(model: Any, trace: Any, settings: Settings, item: Item, index: i
         weights,
         boundaries=item.spans.get("distractor"),
     )
+    seed = seed_of(settings, index)
     return Design(trace, target, matches, windows, settings, "suffix", table, seed, layer_weights=weights)
+
+
+def item_windows(settings: Settings, item: Item, index: int) -> tuple[KeySet, ...]:
+    """The length-only windows of an item, which need no run."""
+    target, hard, protect = _spans(item)
+    return length_only(
+        len(item.prompt) + len(item.answer_ids),
+        target,
+        settings.placebos,
+        protect=protect,
+        hard=hard,
+        seed=seed_of(settings, index),
+        first=first(item.prompt),
+        stop=item.context_stop,
+    )
+
+
+def seed_of(settings: Settings, index: int) -> int:
+    """Of an item's own draws."""
+    return settings.seed * 10_000 + index
+
+
+def _spans(item: Item) -> tuple[KeySet, list[Span], list[Span]]:
+    """Target, hard spans, and what no placebo may touch."""
+    spans = item.prompt.spans
+    protect = [*item.spans.get("protect", []), *item.spans.get("decoy", [])]
+    # What comes before the context is the instruction.
+    if "context" in spans and spans["context"][0] > item.prompt.pad:
+        protect.append((item.prompt.pad, spans["context"][0]))
+    return tuple(sorted(item.spans["evidence"])), sorted(item.spans.get("hard", [])), protect
+
+
+def decoded(settings: Settings, item: Item) -> int:
+    """How many tokens an arm decodes."""
+    return len(item.answer_ids) + 8 if settings.new_tokens is None else settings.new_tokens
 
 
 def matched(
@@ -227,14 +247,13 @@ def _run(
 ) -> list[Outcome]:
     """All arms of an item over its context's prefix; doses are neither decoded nor looked into."""
     answer = list(item.answer_ids)
-    decoded = len(answer) + 8 if settings.new_tokens is None else settings.new_tokens
     found: list[Outcome] = runs.intervene(
         model,
         item.prompt,
         [arm.parts for arm in arms],
         suffix=len(item.prompt) - item.context_stop,
         continuation=answer,
-        generate=0 if graded else decoded,
+        generate=0 if graded else decoded(settings, item),
         prefix=trace.prefix(item.context_stop - item.prompt.pad),
         logits="continuation",
         keep_trace=False,
@@ -245,12 +264,12 @@ def _run(
 
 def _scored(model: Any, settings: Settings, item: Item, arm: Arm, out: Outcome, clean: Outcome) -> Row:
     """Every outcome of one arm."""
-    decoded = model.tokenizer.decode(out.generated, skip_special_tokens=True)
+    written = model.tokenizer.decode(out.generated, skip_special_tokens=True)
     settling = settle(model, out, slice(0, len(item.answer_ids)), settings.threshold, settings.rule)
     deep = deep_from(model.geometry.n_layers, settings.rho)
     return (
         _effect(item, out, clean)
-        | {"score": float(string_match_all(decoded, item.references)), "text": decoded}
+        | {"score": float(string_match_all(written, item.references)), "text": written}
         | _settled(settling.depth, deep)
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,15 @@ CHOICES = {
     "level": ("layer", "head"),
     "rule": ("first", "stays"),
     "p": (1, 2),
+}
+
+
+BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "caliper": ("a finite number above 0", lambda x: 0 < x < math.inf),
+    "position_caliper": ("a finite number above 0", lambda x: 0 < x < math.inf),
+    "profile_weight": ("a finite number, at least 0", lambda x: 0 <= x < math.inf),
+    "threshold": ("from 0 to 1 bits", lambda x: 0 <= x <= 1),
+    "rho": ("above 0 and at most 1", lambda x: 0 < x <= 1),
 }
 
 
@@ -99,9 +109,12 @@ class Settings:
             raise TaskError(
                 f"task {self.task!r} with path={quote(self.path)}: a file goes with {' or '.join(USER)} only"
             )
-        for name, low in (("items", 1), ("placebos", 1), ("rows", 2)):
+        for name, low in (("items", 1), ("placebos", 1), ("rows", 2), ("seed", 0)):
             if getattr(self, name) < low:
                 raise TaskError(f"{name} is {getattr(self, name)}, must be at least {low}")
+        self._check_numbers()
+        if self.layers is not None and not self.layers:
+            raise TaskError("layers names none, must be at least one, or left out for all")
         for kappa in self.kappas:
             if not 0 < kappa < 1:
                 raise TaskError(f"kappas holds {kappa:g}, must be shares between 0 and 1 (1 is the target arm itself)")
@@ -111,6 +124,13 @@ class Settings:
         unknown = [name for name in self.remedies if name not in REMEDIES]
         if unknown or not self.remedies:
             raise TaskError(f"remedies holds {quote(unknown)}, must be some of {', '.join(REMEDIES)}")
+
+    def _check_numbers(self) -> None:
+        """Refuse before any run what matching and settling would refuse in its midst."""
+        for name, (allowed, holds) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise TaskError(f"{name} is {value:g}, must be {allowed}")
 
     def running(self, arms: Sequence[str] | None) -> Settings:
         """These settings with other arms."""
@@ -132,7 +152,9 @@ class Settings:
         if self.traces:
             return [tasks.trace(self.task, model, seed=seed, length=self.length, **self.options) for seed in seeds]
         length = 1500 if self.length is None else self.length
-        return [tasks.make(self.task, model, length=length, seed=seed, **self.options) for seed in seeds]
+        # Every sentence of the haystack is labelled: pieces of token sets may begin where sentences do.
+        options = {"distractors": "max"} | self.options
+        return [tasks.make(self.task, model, length=length, seed=seed, **options) for seed in seeds]
 
 
 USER = ("user", "user_traces")
@@ -152,10 +174,11 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     elif path is not None:
         raise TaskError(f"--file with --task {task}: leave the task out, or give --task trace_memory for traces")
     task = task or "niah_multikey_1"
+    _refuse_beside_file(given, path)
     traced = task in tasks.trace_names()
     values: dict[str, Any] = {name: given[name] for name in plain}
     values["options"] = _options(given, task, traced)
-    if given["length"] is not None or traced:
+    if given["length"] is not None or traced or path is not None:
         values["length"] = given["length"]
     if given["items"] is not None:
         values["items"] = given["items"]
@@ -168,6 +191,13 @@ def from_command(given: Mapping[str, Any]) -> Settings:
         p=given["norm"],
         **values,
     )
+
+
+def _refuse_beside_file(given: Mapping[str, Any], path: Any) -> None:
+    """A file's lines are all run, each as long as it is."""
+    for name in ("length", "items"):
+        if path is not None and given[name] is not None:
+            raise TaskError(f"--{name} {given[name]} with --file {path}: leave it out, every line is one item")
 
 
 def _options(given: Mapping[str, Any], task: str, traced: bool) -> dict[str, Any]:

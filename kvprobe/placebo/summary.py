@@ -168,7 +168,10 @@ def _balance(arms: pd.DataFrame, match_on: str, items: Sequence[int], variable: 
     own, after = values(arms, match_on, SPANS, items, variable)
     windows = arms[arms["arm"] == "length_only"]
     before = [windows.loc[windows["item"] == item, variable].to_numpy(float) for item in items]
-    found = stats.standardised_difference(own, before, after, log=variable in LOGGED, seed=seed)
+    # A window that no row sees has no logarithm; without it the two are no worse apart than they are said to be.
+    seen = [group[group > 0] if variable in LOGGED else group for group in before]
+    unseen = sum(map(len, before)) - sum(map(len, seen))
+    found = stats.standardised_difference(own, seen, after, log=variable in LOGGED, seed=seed)
     assert found.after is not None
     ratio = stats.max_abs_ln_ratio(own, after).value if variable in (*LOGGED, "length") else math.nan
     return {
@@ -183,7 +186,7 @@ def _balance(arms: pd.DataFrame, match_on: str, items: Sequence[int], variable: 
         "after_low": found.after.low,
         "after_high": found.after.high,
         "n": found.n,
-        "flagged": found.flagged,
+        "flagged": found.flagged or unseen > 0,
     }
 
 

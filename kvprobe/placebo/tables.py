@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvprobe import inputs
 from kvprobe.errors import TaskError, quote
-from kvprobe.placebo.memory import memory_summary, mention_frame, probe_trace
-from kvprobe.placebo.probe import Probed, probe_item
+from kvprobe.placebo.memory import memory_summary, mention_frame, probe_trace, trace_windows
+from kvprobe.placebo.probe import Probed, decoded, item_windows, probe_item
 from kvprobe.placebo.settings import MATCH_ON, Settings
 from kvprobe.placebo.summary import balance_rows, contrast_rows, contrasts
 from kvprobe.tasks.items import Item
@@ -118,7 +119,7 @@ def run(
     probe: Callable[..., Probed] = probe_trace if traces else probe_item
     probes = tuple(probe(model, settings, item, index) for index, item in progress(list(enumerate(made))))
     probed = time.perf_counter()
-    summary = summarise(probes, settings, traces)
+    summary = summarise(probes, settings, traces) | _asked(settings, items)
     totals = {name: sum(probe.timings[name] for probe in probes) for name in probes[0].timings}
     summary["timings_s"] = totals | {"items_s": probed - begun, "summary_s": time.perf_counter() - probed}
     return Result(settings, probes, summary, traces)
@@ -126,7 +127,12 @@ def run(
 
 def validate(model: Any, settings: Settings) -> None:
     """Refuse settings that do not fit the model before anything is computed or written."""
-    _checked(model, settings, None)
+    for index, item in enumerate(_checked(model, settings, None)):
+        if isinstance(item, TraceItem):
+            trace_windows(settings, item, index)
+        else:
+            inputs.check_length(model, len(item.prompt) + max(len(item.answer_ids), decoded(settings, item)))
+            item_windows(settings, item, index)
 
 
 def _checked(model: Any, settings: Settings, items: Any) -> list[Any]:
@@ -142,6 +148,14 @@ def _checked(model: Any, settings: Settings, items: Any) -> list[Any]:
         shown = sorted(kind.__name__ for kind in kinds) or "none"
         raise TaskError(f"items are {shown}; allowed: at least one Item, or at least one TraceItem, not both")
     return made
+
+
+def _asked(settings: Settings, items: Any) -> dict[str, Any]:
+    """Task and length of what was run: the settings name neither of a file's lines nor of items that were handed in."""
+    if items is None:
+        return {"task": settings.task, "length": None if settings.path else settings.length}
+    named, lengths = {item.task for item in items}, {getattr(item, "length", None) for item in items}
+    return {"task": ", ".join(sorted(named)), "length": lengths.pop() if len(lengths) == 1 else None}
 
 
 def summarise(probes: Sequence[Probed], settings: Settings, traces: bool = False) -> dict[str, Any]:

@@ -36,6 +36,7 @@ LINEAR = 0.5
 """|SMD| up to here is drawn to scale where larger ones than WIDE occur."""
 WIDE = 2.0
 TICKS = (0.25, 1, 3, 10, 30, 100, 300, 1000)
+DECADES, CROWDED = (1, 10, 100, 1000), 20.0
 
 
 @styled
@@ -147,7 +148,9 @@ def _scale(ax: Axes, limits: tuple[float, float]) -> None:
     low, high = limits
     if max(-low, high) > WIDE:
         ax.set_xscale("symlog", linthresh=LINEAR, linscale=1.3)
-        ticks = sorted({0.0, *TICKS, *(-tick for tick in TICKS)})
+        # Three decades on one side leave no room for two ticks each.
+        steps = TICKS if max(-low, high) < CROWDED else (0.25, *(tick for tick in TICKS if tick in DECADES))
+        ticks = sorted({0.0, *steps, *(-tick for tick in steps)})
         ax.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low < tick < high]))
         ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
@@ -162,7 +165,7 @@ def _count(rows: pd.DataFrame) -> str:
 
 def _handles(rows: pd.DataFrame) -> list[Any]:
     """Only points that occur."""
-    names = {"before": ("before: all candidates", BEFORE), "after": ("after: the chosen placebos", AFTER)}
+    names = {"before": ("before: length-only windows", BEFORE), "after": ("after: the chosen placebos", AFTER)}
     return [
         Line2D([], [], **{"linestyle": "none"} | look, label=text)
         for name, (text, look) in names.items()
