@@ -21,6 +21,7 @@ def groups(
     caliper: float,
     targets: Sequence[int] | None = None,
     sharing: bool = False,
+    tested: bool = False,
 ) -> list[list[int]]:
     """Each set as a pseudo-target, and its placebos by the library's own rule.
 
@@ -36,6 +37,8 @@ def groups(
         Numbers of the sets that may be pseudo-targets, which then are no candidates; None: all, and all are both.
     sharing
         Candidates may share keys with the pseudo-target, as far as those that ``dissimilar`` picks may with each other.
+    tested
+        Only those placebos that the primary test uses: the ones that share no key with one another.
 
     Returns
     -------
@@ -43,7 +46,7 @@ def groups(
         ``[target, placebo, …, placebo]`` of every pseudo-target that has k placebos.
     """
     from kvprobe.placebo.keysets import jaccard
-    from kvprobe.placebo.pools import SIMILAR
+    from kvprobe.placebo.pools import SIMILAR, apart
     from kvprobe.placebo.search import Goal, Pool
 
     barred, most = set() if targets is None else {*targets}, SIMILAR if sharing else 0.0
@@ -55,17 +58,19 @@ def groups(
         goal = Goal(None, sets[t], "perturbation", float(strengths[t]), math.nan, k, caliper)
         chosen = Pool([sets[j] for j in others], exact, exact, choose).pick(goal)
         if chosen:
-            found.append([t, *(others[i] for i in chosen)])
+            kept = apart([sets[others[i]] for i in chosen]) if tested else [True] * len(chosen)
+            found.append([t, *(others[i] for i, keep in zip(chosen, kept, strict=True) if keep)])
     return found
 
 
-def calibrate(items: Sequence[Floats], draws: int, seed: int = 0, permutations: int = 9999) -> dict[str, Any]:
+def calibrate(items: Sequence[Sequence[Any]], draws: int, seed: int = 0, permutations: int = 9999) -> dict[str, Any]:
     """Rate of p < 0.05 over draws of one pseudo-target an item, and the band around the level that can be attained.
 
     Parameters
     ----------
     items
-        [pseudo-targets, 1 + k] effects an item: the pseudo-target's, then its placebos'. Items without any are no part.
+        An item's pseudo-targets, each with its effect and then its placebos'; their numbers may differ. Items without
+        any are no part.
     draws, seed
         Draws; the test's own Monte Carlo is seeded by the draw.
     permutations
@@ -74,33 +79,41 @@ def calibrate(items: Sequence[Floats], draws: int, seed: int = 0, permutations: 
     Returns
     -------
     dict
-        ``rate``: share of p < 0.05 among draws that are not all zero; ``level``: attainable, strict as the rate is;
-        ``low``, ``high``: 99 % band; ``inside``; ``draws``, ``all_zero``: counted, and excluded; ``hurts``: share of
-        the rejections where the pseudo-target hurts more; ``signflip``, ``wilcoxon``: their rates; ``farthest``: share
-        of pseudo-targets farthest from the mean of their group, mean over items (1 / (1 + k) if exchangeable);
-        ``difference``: mean pseudo-target − placebos; ``n_items``; ``datasets``: log10 of the number of different
-        draws there are.
+        ``rate``: share of p < 0.05 among draws that are not all zero; ``level``: attainable, strict as the rate is,
+        mean over draws; ``low``, ``high``: 99 % band; ``inside``; ``draws``, ``all_zero``: counted, and excluded;
+        ``hurts``: share of the rejections where the pseudo-target hurts more; ``signflip``, ``wilcoxon``: their rates;
+        ``farthest``: share of pseudo-targets farthest from the mean of their group, mean over items;
+        ``farthest_expected``: the same if they are exchangeable with their placebos, mean 1 / size of a group;
+        ``placebos``: mean number of placebos; ``difference``: mean pseudo-target − placebos; ``n_items``;
+        ``datasets``: log10 of the number of different draws there are.
     """
     import numpy as np
 
     from kvprobe import stats
 
-    live = [np.asarray(each, dtype=float) for each in items if len(each)]
-    rng, sizes = np.random.default_rng(seed), [each.shape[1] for each in live]
+    live = [[np.asarray(row, dtype=float) for row in each] for each in items if len(each)]
+    rng = np.random.default_rng(seed)
     p: list[tuple[float, ...]] = []
-    level, all_zero = 0.0, 0
+    levels: dict[tuple[int, ...], float] = {}
+    used: list[float] = []
+    all_zero = 0
     for number in range(draws if live else 0):
         scores = [each[rng.integers(len(each))] for each in live]
         if not any(row.any() for row in scores):
             all_zero += 1
             continue
+        sizes = tuple(len(row) for row in scores)
         primary = stats.permutation_within_item(
             scores, [np.arange(m) == 0 for m in sizes], seed=number, draws=permutations
         )
-        level = level or stats.attainable_level(len(live), sizes, ALPHA, primary.draws, strict=True)
+        key = tuple(sorted(sizes))
+        if key not in levels:
+            levels[key] = stats.attainable_level(len(live), key, ALPHA, primary.draws, strict=True)
+        used.append(levels[key])
         differences = np.array([row[0] - row[1:].mean() for row in scores])
         beside = stats.sign_flip(differences, seed=number).p, stats.wilcoxon(differences).p
         p.append((primary.p, *beside, primary.statistic))
+    level = math.fsum(used) / len(used) if used else 0.0
     return _summary(np.array(p).reshape(-1, 4), level, all_zero) | _exchangeable(live)
 
 
@@ -125,21 +138,32 @@ def _summary(p: Floats, level: float, all_zero: int) -> dict[str, Any]:
     }
 
 
-def _exchangeable(items: Sequence[Floats]) -> dict[str, Any]:
+def _exchangeable(items: Sequence[Sequence[Floats]]) -> dict[str, Any]:
     """Why a rate may leave its band: what an exchangeable pseudo-target would be, and what it is."""
     import numpy as np
 
     if not items:
-        return {"farthest": math.nan, "difference": math.nan, "n_items": 0, "datasets": 0.0}
-    shares, differences = [], []
+        names = ("farthest", "farthest_expected", "difference", "placebos")
+        return dict.fromkeys(names, math.nan) | {"n_items": 0, "datasets": 0.0}
+    shares, expected, differences = [], [], []
     for each in items:
-        far = np.abs(each - each.mean(1, keepdims=True))
-        ties = np.isclose(far, far.max(1, keepdims=True), rtol=1e-9, atol=0)
-        shares.append((ties[:, 0] / ties.sum(1)).mean())
-        differences.append((each[:, 0] - each[:, 1:].mean(1)).mean())
+        shares.append(np.mean([_farthest(row) for row in each]))
+        expected.append(np.mean([1 / len(row) for row in each]))
+        differences.append(np.mean([row[0] - row[1:].mean() for row in each]))
     return {
         "farthest": float(np.mean(shares)),
+        "farthest_expected": float(np.mean(expected)),
+        "placebos": float(np.mean([np.mean([len(row) - 1 for row in each]) for each in items])),
         "difference": float(np.mean(differences)),
         "n_items": len(items),
         "datasets": sum(math.log10(len(each)) for each in items),
     }
+
+
+def _farthest(row: Floats) -> float:
+    """1 if the first number is farthest from the mean of all, a share of it in a tie."""
+    import numpy as np
+
+    far = np.abs(row - row.mean())
+    ties = np.isclose(far, far.max(), rtol=1e-9, atol=0)
+    return float(ties[0] / ties.sum())

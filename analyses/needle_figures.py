@@ -24,7 +24,10 @@ READINGS: Looks = {
 }
 GROSS: Looks = {
     "gross_own": ("arithmetic's share, corrected split", {"color": "#56B4E9", "marker": "D", "linestyle": "--"}),
-    "gross_conditional": ("…, survivors' split", {"color": "#0072B2", "marker": "v", "linestyle": ":"}),
+    "gross_conditional": (
+        "arithmetic's share, survivors' split",
+        {"color": "#0072B2", "marker": "v", "linestyle": ":"},
+    ),
 }
 ARMS: Looks = {
     "mask": ("mask: not in the cache", {"color": "#D55E00", "marker": "o", "linestyle": "-"}),
@@ -127,8 +130,8 @@ def _disagreement(df: pd.DataFrame) -> str:
         f"On all layers: mask {whole['mask']:+.2f}, gate {whole['gate']:+.2f}, difference {whole['difference']:+.2f} "
         f"{interval} nats. Bars: 95 % over items, each layer by itself. Filled diamonds: sign flip over items with "
         f"Benjamini–Hochberg over the layers of a panel, p ≤ {LEVEL:g}; smallest attainable p "
-        f"{whole['p_attainable']:.2g}. Exploratory: no layer was named beforehand. Scales are linear within "
-        f"±{LINEAR:g} nats, logarithmic outside."
+        f"{whole['p_attainable']:.2g}. Exploratory: no layer was named beforehand, and a significant difference "
+        f"may be minute. Scales are linear within ±{LINEAR:g} nats, logarithmic outside."
     )
     return said.replace(" -", " −").replace("[-", "[−")
 

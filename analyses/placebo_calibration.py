@@ -61,7 +61,7 @@ class Plan:
     """Everything that is decided before a run."""
 
     made: dict[str, list[Item]] = field(repr=False)
-    items: int = 8
+    items: int = 6
     noise_items: int = 4
     length: int = 1100
     needles: int = 9
@@ -69,7 +69,7 @@ class Plan:
     windows: int = 40
     unions: int = 48
     deals: int = 6
-    blocks: int = 2
+    blocks: int = 1
     placebos: int = 4
     caliper: float = 0.25
     draws: int = 1000
@@ -121,16 +121,13 @@ def _numbered(asked: Plan) -> list[tuple[str, Item, int]]:
 
 def row(probes: Sequence[Probe], reading: Reading, asked: Plan) -> dict[str, Any]:
     """One reading over all items of its design."""
-    import numpy as np
-
     mine = [probe for probe in probes if probe.design == reading.design]
     found = [probe.groups(reading, asked) for probe in mine]
     injected = reading.remedy == "injected"
     targets = sum(len(probe.injected) if injected else len(probe.sets[reading.kind]) for probe in mine)
     named = {"remedy": reading.remedy, "design": reading.design, "reading": reading.name, "match_on": reading.match_on}
     counted = {"targets": targets, "unmatched": targets - sum(map(len, found))}
-    effects = [np.array(each) for each in found]
-    return named | counted | calibrate(effects, asked.draws, asked.seed, asked.permutations)
+    return named | counted | calibrate(found, asked.draws, asked.seed, asked.permutations)
 
 
 def _about(model: Any, probes: Sequence[Probe], asked: Plan) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def _drawn(df: pd.DataFrame) -> Figure:
     from kvprobe.plots.style import WIDTH, headline, sheet
 
     about, asked = df.attrs["about"], df.attrs["about"]["asked"]
-    figure = sheet(WIDTH, 1.9 + 0.3 * len(df))
+    figure = sheet(WIDTH, 1.9 + 0.24 * len(df))
     rates, effects = figure.subplots(1, 2, width_ratios=(2, 1))
     _rates(rates, df)
     _effects(effects, df.attrs["tables"]["effects"])
@@ -189,8 +186,10 @@ def _drawn(df: pd.DataFrame) -> Figure:
         f"caliper {asked['caliper']:g} · {asked['draws']} draws · seed {about['seed']}"
     )
     note = (
-        f"Grey: 99 % band around the level that the primary test can attain (tick). {CLAIM[0].upper()}{CLAIM[1:]}. "
-        "n: items with a pseudo-target that has placebos."
+        f"Grey: 99 % band around the level that the primary test can attain (tick). {CLAIM[0].upper()}{CLAIM[1:]}; n "
+        "counts those with a pseudo-target that has placebos. H: a needle never asked about "
+        f"({asked['needles'] - 1} an item, {asked['crowd'] - 1} in a crowd). Unions: the library lets placebos share "
+        "needles and keeps the target apart."
     )
     handles = [Line2D([], [], linestyle="none", **look, label=text) for text, look in LOOKS.values()]
     handles.append(Patch(color=BAND, label="99 % band"))
@@ -234,7 +233,7 @@ def _effects(ax: Any, effects: pd.DataFrame) -> None:
             )
     ax.set_xscale("log")
     ax.set_ylim(0, 1.02)
-    ax.set_xlabel("|Δ log-prob of the gold answer|, nats")
+    ax.set_xlabel("|Δ log-prob|, nats")
     ax.set_ylabel("share of random windows")
     ax.set_title("random windows, by haystack")
     ax.legend(fontsize=8)

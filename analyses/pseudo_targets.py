@@ -38,6 +38,8 @@ class Reading:
         placebos share, and keeps the target apart.
     apart
         Of unions: neither do placebos share needles.
+    tested
+        Of unions: the placebos that the library's primary test uses, those that share no needle with one another.
     """
 
     remedy: str
@@ -47,6 +49,7 @@ class Reading:
     single: bool = False
     sharing: bool = False
     apart: bool = False
+    tested: bool = False
 
     @property
     def kind(self) -> str:
@@ -61,11 +64,13 @@ def _both(*named: Any, **more: bool) -> list[Reading]:
 READINGS = (
     *_both("contiguous", "essay", "window"),
     *_both("hard", "crowd", "single H"),
-    *_both("hard_set", "needles", "union"),
+    *_both("hard_set", "needles", "union", tested=True),
+    *_both("hard_set", "needles", "union, all k"),
     *_both("hard_set", "needles", "union, shares too", sharing=True),
-    *_both("hard_set", "crowd", "union"),
+    *_both("hard_set", "crowd", "union", tested=True),
+    *_both("hard_set", "crowd", "union, all k"),
     *_both("hard_set", "crowd", "union, none shares", apart=True),
-    *_both("hard_set", "crowd", "single H", single=True),
+    *_both("hard_set", "crowd", "single H", single=True, tested=True),
     *_both("token_set", "essay", "token set"),
     *(Reading("injected", "essay", name) for name in (OWN, MASKED)),
 )
@@ -128,15 +133,15 @@ class Probe:
         sets = [keys for name in names for keys in self.sets[name]]
         strengths, effects = (np.concatenate([self.tables[n][c] for n in names]) for c in (reading.match_on, "effect"))
         targets = range(len(self.sets["hard"])) if reading.single else None
-        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets, reading.sharing)
+        found = groups(sets, strengths, choose, asked.placebos, asked.caliper, targets, reading.sharing, reading.tested)
         return [effects[group].tolist() for group in found]
 
     def _injected(self, reading: str) -> list[list[float]]:
         """The first number of each group is a pseudo-target, whose own Δo was injected first."""
         if not self.injected:
             return []
-        by_target = self.tables["injected"].groupby("target", sort=False)["effect"]
-        found = [values.tolist() for _, values in by_target]
+        # In order, not by name: a window may be the pseudo-target of two blocks.
+        found = self.tables["injected"]["effect"].to_numpy().reshape(len(self.injected), -1).tolist()
         masked = self.tables["contiguous"]["effect"].tolist()
         own = [masked[pair[0]] if reading == MASKED else row[0] for pair, row in zip(self.injected, found, strict=True)]
         return [[first, *row[1:]] for first, row in zip(own, found, strict=True)]

@@ -83,6 +83,18 @@ def test_every_window_of_a_block_is_pseudo_target_once_and_direction_for_the_oth
     assert helper("pseudo_targets").blocks(windows[:3], asked, np.random.default_rng(0)) == []
 
 
+def test_the_tested_placebos_of_a_union_share_no_needle():
+    needles = [((10 * i, 10 * i + 5),) for i in range(6)]
+    sets = [a + b for i, a in enumerate(needles) for b in needles[i + 1 :]]
+    whole, kept = (
+        helper("calibrating").groups(sets, np.ones(15), dissimilar, 4, 0.25, tested=t) for t in (False, True)
+    )
+    assert [len(group) for group in whole] == [5] * 15 and [len(group) for group in kept] == [3] * 15
+    for group, few in zip(whole, kept, strict=True):
+        assert {*few} < {*group} and few[0] == group[0]
+        assert len({span for i in few for span in sets[i]}) == 6  # three disjoint pairs of six needles
+
+
 # ---- draws
 
 
@@ -132,6 +144,17 @@ def test_items_without_placebos_are_no_part_of_a_draw():
     assert calibrate([], 50) | {"n_items": 0, "draws": 0} == pytest.approx(calibrate([], 50), nan_ok=True)
 
 
+def test_items_may_have_placebos_of_different_number():
+    """Levels are those of each draw, mean over draws; exchangeable groups stay inside the band."""
+    ragged = [[row[: 2 + i % 4] for i, row in enumerate(each)] for each in exchangeable(targets=400)]
+    found = helper("calibrating").calibrate(ragged, 1500, seed=3)
+    assert found["inside"] and found["placebos"] == 2.5
+    expected = np.mean([1 / (2 + i % 4) for i in range(400)])
+    assert found["farthest_expected"] == pytest.approx(expected) == pytest.approx(found["farthest"], abs=0.03)
+    pairs = helper("calibrating").calibrate([[row[:2] for row in each] for each in exchangeable()], 300)
+    assert pairs["level"] == 1 / 32  # 64 signs, in pairs of one |T|: 1/32 is the largest below 0.05
+
+
 def test_a_rate_is_the_share_of_the_draws_that_reject():
     """Two items with one group each: every draw is the same, and so is its p."""
     one = [np.array([[9.0, 1, 2, 3, 4, 5, 6]]), np.array([[8.0, 1, 2, 3, 4, 5, 6]])]
@@ -140,3 +163,6 @@ def test_a_rate_is_the_share_of_the_draws_that_reject():
     found = helper("calibrating").calibrate(one, 7)
     assert found["rate"] == float(p < 0.05) == 1.0 and found["datasets"] == 0 and found["level"] == 2 / 49
     assert found["signflip"] == found["wilcoxon"] == 0  # two items: neither can be below 0.5
+    # 20 assignments: the smallest p is 0.05 itself, which is not below it.
+    uneven = [np.array([[9.0, 1, 2, 3]]), np.array([[8.0, 1, 2, 3, 4]])]
+    assert helper("calibrating").calibrate(uneven, 5)["level"] == 0

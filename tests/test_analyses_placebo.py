@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -176,11 +177,18 @@ def test_injected_readings_differ_in_the_pseudo_targets_own_arm_alone(model):
     windows = probe.tables["contiguous"]["effect"].to_numpy()
     assert masked[:, 0].tolist() == [windows[pair[0]] for pair in probe.injected]
     assert own[:, 0].tolist() == probe.tables["injected"]["effect"].tolist()[::3]
+    twice = replace(probe, injected=probe.injected * 2, tables=probe.tables | {"injected": _twice(probe)})
+    again = np.array(twice.groups(readings[0], asked))
+    assert (again == np.concatenate([own, own])).all()  # blocks that have pseudo-targets in common
     sets = probe.sets["contiguous"]
     assert all(
         probe.tables["injected"]["spans"][3 * i] == f"{sets[p[0]][0][0]}:{sets[p[0]][0][1]}"
         for i, p in enumerate(probe.injected)
     )
+
+
+def _twice(probe):
+    return pd.concat([probe.tables["injected"]] * 2, ignore_index=True)
 
 
 def test_calibration_has_a_row_a_reading(tables):

@@ -16,6 +16,7 @@ def test_there_are_notebooks():
         "02_eviction.ipynb",
         "03_perturbation_maps.ipynb",
         "04_bound_tightness.ipynb",
+        "05_placebo.ipynb",
     ]
 
 

@@ -14,6 +14,7 @@ import ablation
 import auditing
 import eviction
 import many_arms
+import matching
 import observing
 import projected_norms
 import torch
@@ -33,6 +34,8 @@ BARS = {
     "many_gates_over_masks": (None, None, False),
     "prefill_over_hf": (1.15, None, False),
     "span_stats_over_prefill": (0.5, None, False),
+    # θ of all candidate positions of an item over all its rows, and exact L of the 64 nearest.
+    "matching_over_prefill": (0.5, None, False),
     "peak_over_hf": (1.5, None, False),
     "projected_norm_speedup_2k": (1.5, None, True),
     "projected_norm_speedup_32k": (2.5, None, True),
@@ -59,7 +62,7 @@ def main() -> int:
     model = kp.load()
     _add(ratios, measured, projected_norms.run())
     _add(ratios, measured, auditing.run())
-    for part in (ablation.run, many_arms.run, observing.run, eviction.run):
+    for part in (ablation.run, many_arms.run, observing.run, matching.run, eviction.run):
         _add(ratios, measured, part(model))
     missed = [name for name, value in ratios.items() if not _holds(name, value)]
     for name, value in ratios.items():

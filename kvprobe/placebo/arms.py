@@ -179,6 +179,8 @@ class Design:
         try:
             return injection(trace, self.target, direction, level=self.settings.level, seed=seed, **self.scope)
         except InterventionError:
+            if isinstance(direction, str):
+                raise
             return self._partly_random(trace, direction, seed)
 
     def _partly_random(self, trace: Any, keys: KeySet, seed: int) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvprobe.errors import PromptError, TheoryError
 from kvprobe.placebo.keysets import KeySet, Span, centre, size, text
-from kvprobe.placebo.pools import Room, disjoint, dissimilar, hard_spans, room, unions
+from kvprobe.placebo.pools import Room, apart, disjoint, dissimilar, hard_spans, room, unions
 from kvprobe.placebo.scope import Scope
 from kvprobe.placebo.search import Choose, Goal, Pool, search
 from kvprobe.placebo.strength import MEASURES, SCANNED, measure, scan
@@ -55,6 +55,11 @@ class Match:
     strengths: pd.DataFrame
     strongest: dict[str, float]
     tried: dict[str, int]
+
+    @property
+    def apart(self) -> tuple[bool, ...]:
+        """Which placebos share no key with one another, as many as there are: only those can stand for a target."""
+        return apart(self.placebos)
 
     @property
     def matched(self) -> bool:

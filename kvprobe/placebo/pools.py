@@ -140,13 +140,50 @@ def disjoint(ordered: Sequence[KeySet], k: int) -> list[KeySet]:
 
 
 def dissimilar(ordered: Sequence[KeySet], k: int) -> list[KeySet]:
-    """k sets in the given order with a Jaccard index of at most 0.5 among them, filled up with the first others."""
-    chosen: list[KeySet] = []
+    """k sets, nearest first where that is free: as many that share no key as there are, then others.
+
+    Sets that share keys have effects that go together, which a permutation of labels takes for a difference of the
+    target's; so the largest family of disjoint sets comes first, from as few of the nearest as hold one of its size.
+    The rest is filled up with sets whose Jaccard index to all chosen is at most 0.5, then with any.
+    """
+    chosen = _family(ordered, k)
     for keys in ordered:
         if len(chosen) < k and all(jaccard(keys, other) <= SIMILAR for other in chosen):
             chosen.append(keys)
     others = [keys for keys in ordered if keys not in chosen]
     return chosen + others[: k - len(chosen)]
+
+
+def apart(sets: Sequence[KeySet]) -> tuple[bool, ...]:
+    """Which of a few sets belong to their largest family without a shared key, the first such family in their order."""
+    numbers = range(len(sets))
+    for size_ in range(len(sets), 0, -1):
+        for family in combinations(numbers, size_):
+            if not any(overlap(sets[i], sets[j]) for i, j in combinations(family, 2)):
+                return tuple(i in family for i in numbers)
+    return ()
+
+
+def _family(ordered: Sequence[KeySet], k: int) -> list[KeySet]:
+    """At most k disjoint sets: as many as are found among all, from the shortest beginning that holds as many."""
+    most = len(_widest(ordered, k))
+    low, high = most, len(ordered)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_widest(ordered[:middle], k)) >= most else (middle + 1, high)
+    return _widest(ordered[:high], k)
+
+
+def _widest(ordered: Sequence[KeySet], k: int) -> list[KeySet]:
+    """The larger of two greedy families: nearest first, and sets of few spans first."""
+    families = []
+    for order in (ordered, sorted(ordered, key=len)):
+        family: list[KeySet] = []
+        for keys in order:
+            if len(family) < k and not any(overlap(keys, other) for other in family):
+                family.append(keys)
+        families.append(family)
+    return max(families, key=len)
 
 
 def whole(name: str, given: Any, least: int = 1) -> int:

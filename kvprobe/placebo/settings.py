@@ -53,8 +53,8 @@ class Settings:
     inject
         Whether vectors are injected where no placebo was found (``"unmatched"``), ``"always"`` or ``"never"``.
     direction, level
-        Of injected vectors: a length-only span's own Δo (``"placebo"``) or ``"random"``; their norm is the target's by
-        ``"layer"`` or by ``"head"``.
+        Of injected vectors: a length-only span's own Δo (``"placebo"``; random in rows that see nothing of the span) or
+        ``"random"``; their norm is the target's by ``"layer"`` or by ``"head"``.
     kappas
         Doses: shares of the full strength.
     threshold, rule, rho

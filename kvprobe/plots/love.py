@@ -36,7 +36,7 @@ LINEAR = 0.5
 """|SMD| up to here is drawn to scale where larger ones than WIDE occur."""
 WIDE = 2.0
 TICKS = (0.25, 1, 3, 10, 30, 100, 300, 1000)
-DECADES, CROWDED = (1, 10, 100, 1000), 20.0
+DECADES, CROWDED = (1, 10, 100, 1000), 20.0  # the dotted lines stand for 0.25 there
 
 
 @styled
@@ -149,10 +149,11 @@ def _scale(ax: Axes, limits: tuple[float, float]) -> None:
     if max(-low, high) > WIDE:
         ax.set_xscale("symlog", linthresh=LINEAR, linscale=1.3)
         # Three decades on one side leave no room for two ticks each.
-        steps = TICKS if max(-low, high) < CROWDED else (0.25, *(tick for tick in TICKS if tick in DECADES))
+        steps = TICKS if max(-low, high) < CROWDED else DECADES
         ticks = sorted({0.0, *steps, *(-tick for tick in steps)})
         ax.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low < tick < high]))
         ax.xaxis.set_minor_locator(NullLocator())
+        ax.tick_params(axis="x", labelsize=8)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     ax.set_xlim(low, high)
 

@@ -14,7 +14,7 @@ def loaded(tmp_path_factory):
 
     def made(family="llama", seed=0, **changes):
         folder = tmp_path_factory.mktemp("placebo") / family
-        return load(tiny.save(family, folder, seed, max_position_embeddings=1024, **changes))
+        return load(tiny.save(family, folder, seed, max_position_embeddings=2048, **changes))
 
     return cache(made)
 
@@ -40,7 +40,9 @@ def own_items(reader, tmp_path_factory):
 def ran(reader, own_items):
     from kvprobe import placebo
 
-    settings = placebo.Settings(inject="always", placebos=3, kappas=(0.25, 0.75))
+    # With these, tokens of a tiny model settle at different layers.
+    settling = {"threshold": 0.32, "rule": "stays", "rho": 0.6}
+    settings = placebo.Settings(inject="always", placebos=3, kappas=(0.25, 0.75), **settling)
     return placebo.run(reader, own_items, settings=settings)
 
 
@@ -59,5 +61,7 @@ def own_traces(reader, tmp_path_factory):
 def traced(reader, own_traces):
     from kvprobe import placebo
 
-    settings = placebo.Settings("trace_memory", placebos=2, kappas=(0.5,), rows=40, caliper=0.6)
+    settings = placebo.Settings(
+        "trace_memory", placebos=2, kappas=(0.5,), rows=40, caliper=0.6, threshold=0.23, rho=0.6
+    )
     return placebo.run(reader, own_traces, settings=settings)

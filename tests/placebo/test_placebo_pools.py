@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvprobe.errors import InterventionError, PromptError
 from kvprobe.placebo import length_only
 from kvprobe.placebo.keysets import centre, jaccard, key_set, overlap, positions, size, span_list, text, union
-from kvprobe.placebo.pools import disjoint, dissimilar, hard_spans, room, unions
+from kvprobe.placebo.pools import apart, disjoint, dissimilar, hard_spans, room, unions
 from kvprobe.placebo.scope import Scope
 from kvprobe.placebo.tokens import Units, sentence_starts, single_tokens
 
@@ -168,3 +168,26 @@ def test_tokens_and_sentence_starts_lie_in_free_room():
     assert sorted(units.spans) == [(9, 11), (30, 32), (52, 54), (57, 59), (64, 66)]
     assert (units.count, units.spare) == (4, 1) and size(units.strongest()) == 7
     assert sentence_starts(Scope(trace), place, sentences[:4], "bound") is None
+
+
+@given(st.lists(st.sets(st.integers(0, 7), min_size=1, max_size=4), min_size=1, max_size=7))
+def test_the_sets_that_stand_apart_are_the_largest_disjoint_family_the_first_in_order(groups):
+    sets = [tuple((10 * i, 10 * i + 5) for i in sorted(group)) for group in groups]
+
+    def free(family):
+        return not any(groups[i] & groups[j] for i, j in combinations(family, 2))
+
+    families = [f for size in range(len(sets) + 1) for f in combinations(range(len(sets)), size) if free(f)]
+    largest = max(map(len, families))
+    assert apart(sets) == tuple(i in min(f for f in families if len(f) == largest) for i in range(len(sets)))
+
+
+def test_unions_that_share_no_needle_come_first_and_from_as_near_as_possible():
+    """Nearest first, six needles: pairs 0-1, 0-2 meet; 0-1, 2-3, 4-5 are a family of three, 1-2 is never needed."""
+    pairs = [(0, 1), (0, 2), (1, 2), (2, 3), (4, 5), (0, 3)]
+    sets = [((10 * i, 10 * i + 5), (10 * j, 10 * j + 5)) for i, j in pairs]
+    chosen = dissimilar(sets, 4)
+    assert chosen[:3] == [sets[0], sets[3], sets[4]] and apart(chosen) == (True, True, True, False)
+    assert len(chosen) == 4 and chosen[3] == sets[1]
+    # Far down the list stands a family as large as one near the top: the near one is taken.
+    assert dissimilar([*sets[:1], sets[3], *sets], 2) == [sets[0], sets[3]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pandas as pd
@@ -10,9 +11,8 @@ import pytest
 import torch
 
 import kvprobe as kp
-from kvprobe import placebo, records, runs, tasks
-from kvprobe.errors import KVProbeError, PromptError, TaskError, TheoryError
-from kvprobe.tasks import user
+from kvprobe import placebo, records, runs
+from kvprobe.errors import KVProbeError, PromptError, TheoryError
 
 EXACT = ["logprob", "logprob_per_token", "kl", "flips", "match", "score", "text", "settling_depth", "deep"]
 CLOSE = ["logprob", "kl", "delta_logprob", "settling_depth"]
@@ -43,12 +43,13 @@ def test_identity_is_compared_with_the_clean_logits(reader, own_items, monkeypat
     def touched(*given, **words):
         outs = whole(*given, **words)
         if len(outs) > 2:
-            outs[1] = dataclasses.replace(outs[1], logits=outs[1].logits + torch.tensor([0.0, -0.5])[:1] - 0.125)
+            outs[1] = dataclasses.replace(outs[1], logits=outs[1].logits - 0.125)
         return outs
 
     monkeypatch.setattr(runs, "intervene", touched)
     settings = placebo.Settings(placebos=1, arms=("placebo",))
-    assert placebo.run(reader, own_items[:1], settings=settings).summary["identity_max_abs"] == pytest.approx(0.125)
+    found = placebo.run(reader, own_items[:1], settings=settings).summary["identity_max_abs"]
+    assert found == pytest.approx(0.125, rel=1e-4)
 
 
 def test_answered_is_what_the_clean_arm_wrote(ran):
@@ -60,9 +61,7 @@ def test_answered_is_what_the_clean_arm_wrote(ran):
 
 
 @pytest.mark.parametrize("kind", ["items", "traces"])
-def test_what_is_matched_does_not_depend_on_any_outcome(
-    kind, reader, own_items, own_traces, ran, traced, monkeypatch
-):
+def test_what_is_matched_does_not_depend_on_any_outcome(kind, reader, own_items, own_traces, ran, traced, monkeypatch):
     """All logits and hidden states that arms come back with are scrambled: every cut stays where it was."""
     whole, rng = runs.intervene, torch.Generator().manual_seed(3)
 
@@ -139,17 +138,14 @@ def test_the_table_of_items_says_how_each_was_matched(ran, reader, own_items):
         table, arms = result.items(), result.arms()
         for _, row in table.iterrows():
             for match_on in ("bound", "perturbation"):
-                mine = arms[
-                    (arms["item"] == row["item"]) & (arms["arm"] == "placebo") & (arms["match_on"] == match_on)
-                ]
+                mine = arms[(arms["item"] == row["item"]) & (arms["arm"] == "placebo") & (arms["match_on"] == match_on)]
                 assert row[f"{match_on}_remedy"] == (mine["remedy"].iloc[0] if len(mine) else "")
-                assert np.isclose(
-                    row[f"{match_on}_max_abs_ln_ratio"], mine["ln_ratio"].abs().max(), equal_nan=True
-                )
+                assert np.isclose(row[f"{match_on}_max_abs_ln_ratio"], mine["ln_ratio"].abs().max(), equal_nan=True)
                 assert row[f"{match_on}_strongest_contiguous"] > 0
         assert table["target"].tolist() == arms[arms["arm"] == "target"]["spans"].tolist()
     assert not (strict.arms()["arm"].isin(["placebo", "injected", "dose_placebo"])).any()
-    assert (strict.summary["contrasts"]["bound"]["matched"], strict.summary["contrasts"]["bound"]["n"] if "n" in strict.summary["contrasts"]["bound"] else 0) == (0, 0)
+    found = strict.summary["contrasts"]["bound"]
+    assert (found["matched"], found["unmatched"], found["contrast"]["n"], found["remedy"]["injected"]) == (0, 3, 0, 0)
 
 
 @pytest.mark.parametrize("p", [1, 2])
@@ -174,16 +170,12 @@ def test_layers_are_weighed_by_their_hidden_states_norm(reader, own_items, p):
 
 
 def test_needle_items_run_with_decoys_and_instruction_protected(loaded):
-    reader = loaded(seed=1, max_position_embeddings=4096) if False else loaded(seed=1)
+    reader = loaded(seed=1)
     options = {"needles": 3, "decoys": 1, "tokens_to_generate": 16}
-    length = 1000
-    settings = placebo.Settings(length=length, items=1, options=options, placebos=2, kappas=(), new_tokens=2)
-    try:
-        item = settings.make(reader)[0]
-    except TaskError as error:  # pragma: no cover
-        raise AssertionError(str(error)) from error
+    settings = placebo.Settings(length=1000, items=1, options=options, placebos=2, kappas=(), new_tokens=2)
+    (item,) = settings.make(reader)
     result = placebo.run(reader, settings=settings)
-    assert (result.summary["task"], result.summary["length"]) == ("niah_multikey_1", length)
+    assert (result.summary["task"], result.summary["length"]) == ("niah_multikey_1", 1000)
     barred = {at for label in ("evidence", "decoy", "hard") for span in item.spans[label] for at in range(*span)}
     barred |= {*range(item.prompt.spans["context"][0]), *range(item.context_stop, len(item.prompt))}
     table = result.arms()
@@ -193,11 +185,10 @@ def test_needle_items_run_with_decoys_and_instruction_protected(loaded):
     assert set(table["text"].str.len()) <= {0, 1, 2}
 
 
-def test_items_that_are_handed_in_give_the_run_its_name(reader, own_items, own_traces, ran, traced):
-    assert (ran.summary["task"], ran.summary["length"]) == ("user", None)
-    assert len({len(item.prompt) for item in own_items}) == 1 or ran.summary["length"] is None
+def test_items_that_are_handed_in_give_the_run_its_name(own_items, ran, traced):
+    assert ran.settings.task == "niah_multikey_1" and ran.settings.length == 1500
+    assert (ran.summary["task"], ran.summary["length"]) == ("user", len(own_items[0].prompt))
     assert (traced.summary["task"], traced.summary["length"]) == ("user", None)
-    assert ran.summary["settings"]["placebos"] == 3
 
 
 def test_a_progress_wrapper_sees_every_item(reader, own_items):
@@ -219,7 +210,7 @@ def test_a_progress_wrapper_sees_every_item(reader, own_items):
         ({"items": "niah_single_1"}, "a list of items"),
         ({"items": "mixed"}, "not both"),
         ({"items": ["text"]}, "items are ['str']"),
-        ({"arms": ("placebo", "mask")}, "arms holds mask"),
+        ({"arms": ("placebo", "mask")}, "arms holds 'mask'"),
         ({"settings": placebo.Settings(layers=(0, 3))}, "layers names [3], the model has layers 0 … 2"),
         ({"settings": placebo.Settings(placebos=50)}, "no room for 50 disjoint windows"),
     ],
@@ -230,7 +221,7 @@ def test_what_cannot_run_is_refused_in_one_line(reader, own_items, own_traces, w
         given["items"] = [own_items[0], own_traces[0]]
     with pytest.raises(KVProbeError) as caught:
         placebo.run(reader, **given)
-    assert said in str(caught.value).replace("'mask'", "mask") and "\n" not in str(caught.value)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_validation_refuses_what_a_run_would_refuse_in_its_midst(reader, tmp_path):
@@ -239,8 +230,8 @@ def test_validation_refuses_what_a_run_would_refuse_in_its_midst(reader, tmp_pat
     placebo.validate(reader, settings)
     with pytest.raises(PromptError, match="no room for 50 disjoint windows"):
         placebo.validate(reader, dataclasses.replace(settings, placebos=50))
-    with pytest.raises(PromptError, match="do not fit the model's context of 1024"):
-        placebo.validate(reader, dataclasses.replace(settings, new_tokens=1000))
+    with pytest.raises(PromptError, match="do not fit the model's context of 2048"):
+        placebo.validate(reader, dataclasses.replace(settings, new_tokens=2000))
     traces = placebo_items.written(tmp_path / "traces.jsonl", placebo_items.trace_row(0))
     settings = placebo.Settings("user_traces", path=str(traces), placebos=50)
     with pytest.raises(PromptError, match="no room for 50 disjoint windows"):
@@ -251,7 +242,7 @@ def test_validation_refuses_what_a_run_would_refuse_in_its_midst(reader, tmp_pat
 def test_sliding_windows_and_learned_sinks_run_to_the_end(loaded, tmp_path, family, changes):
     """Windows out of sight have no strength: their logarithms are left out of the balance, which is then flagged."""
     reader = loaded(family, **changes)
-    rows = [placebo_items.item_row(i + 2, 4) | {"target": placebo_items.item_row(i + 2)["target"]} for i in range(2)]
+    rows = [placebo_items.item_row(i + 2) for i in range(2)]  # targets near the end, in sight
     path = placebo_items.answered(reader, tmp_path / "own.jsonl", *rows)
     settings = placebo.Settings("user", path=str(path), placebos=3, inject="always", kappas=(0.5,), caliper=1.5, seed=5)
     result = placebo.run(reader, settings=settings)
@@ -272,15 +263,11 @@ def test_a_target_that_no_row_sees_is_one_line(loaded, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_embedded_model_answers_and_the_needle_matters_more_than_its_placebos(smol):
-    settings = placebo.Settings(length=600, items=2, placebos=3, kappas=(), options={"needles": 4})
-    result = placebo.run(smol, settings=settings, arms=("placebo", "length_only"))
+def test_of_a_single_needle_the_embedded_model_has_no_equal_and_vectors_are_injected(smol):
+    settings = placebo.Settings("niah_single_2", length=400, items=1, placebos=2, kappas=())
+    result = placebo.run(smol, settings=settings, arms=("injected",))
     found = result.summary["contrasts"]["perturbation"]
-    assert result.summary["identity_max_abs"] == 0 and found["matched"] + found["unmatched"] == 2
-    table = result.arms()
-    answered = table[table["answered"]]
-    assert len(answered) and answered[answered["arm"] == "target"]["delta_logprob"].max() < -3
-    assert answered[answered["arm"] == "length_only"]["delta_logprob"].abs().max() < 3
-    placebos = table[(table["arm"] == "placebo") & (table["match_on"] == "perturbation")]
-    assert (placebos["ln_ratio"].abs() <= 0.25).all()
-    assert tasks.names() and user.NAME == "user"
+    assert result.summary["identity_max_abs"] == 0 and (found["unmatched"], found["remedy"]["injected"]) == (1, 1)
+    assert 0 < found["no_overlap_ratio"] < math.exp(-0.25) and found["kind"] == "injected"
+    table = result.arms().set_index("arm")["delta_logprob"]
+    assert table["target"] < -3 and table["injected_target"] < -3
