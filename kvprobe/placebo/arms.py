@@ -41,6 +41,9 @@ class Arm:
         What is cut; of an injection, whose Δo is the direction.
     strengths
         Closed forms of the clean run; those that an arm does not have are left out.
+    tested
+        Of placebos: whether it shares no key with the others so marked. The primary test permutes the target's label
+        among those alone: effects of sets that share keys go together, and the target would look the odd one out.
     """
 
     arm: str
@@ -53,6 +56,7 @@ class Arm:
     kappa: float = math.nan
     beta: float = math.nan
     strengths: Strengths = field(default_factory=dict)
+    tested: bool = True
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ class Design:
         for number, (keys, ratio, row) in enumerate(zip(match.placebos, match.ln_ratios, rows, strict=True)):
             strengths = dict(zip(MEASURES, row, strict=True))
             named = (match_on, match.remedy or "", number, ratio)
-            arms.append(Arm("placebo", (self.mask(keys),), keys, *named, strengths=strengths))
+            tested = match.apart[number]
+            arms.append(Arm("placebo", (self.mask(keys),), keys, *named, strengths=strengths, tested=tested))
         return arms
 
     def _injected(self, strengths: Strengths) -> list[Arm]:

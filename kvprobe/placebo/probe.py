@@ -220,6 +220,7 @@ def described(index: int, arm: Arm, stop: int) -> Row:
         "beta": arm.beta,
         "position": centre(arm.keys) / stop if arm.keys else math.nan,
         "ln_ratio": arm.ln_ratio,
+        "tested": arm.tested,
     }
     names = ("bound", "perturbation", "centred", "value_mass", "mass")
     return row | {name: arm.strengths.get(name, math.nan) for name in names}

@@ -33,7 +33,7 @@ def made(items=4, k=3, answered=None, matched=None, injected=(), seed=0):
             row = {"item": item, "arm": arm, "match_on": on, "number": number}
             row |= {name: rng.normal(-5.0 if "target" in arm else 0.0, 2.0) for name in OUTCOMES}
             row |= {name: math.exp(rng.normal(1.0, 0.5)) for name in STRENGTHS}
-            row |= {"length": int(rng.integers(5, 30)), "position": rng.random()}
+            row |= {"length": int(rng.integers(5, 30)), "position": rng.random(), "tested": True}
             rows.append(row | {"answered": item in (range(items) if answered is None else answered)})
     return pd.DataFrame(rows)
 
@@ -286,3 +286,18 @@ def test_of_a_run_the_contrast_is_that_of_its_table(ran):
         table = ran.contrasts()
         mine = table[(table["match_on"] == on) & table["confirmatory"]].iloc[0]
         assert mine["mean"] == row["mean"] and mine["outcome"] == "logprob"
+
+
+def test_the_primary_test_permutes_among_placebos_that_share_no_key():
+    """Mean and interval are of all placebos; p is that of a table without those that share keys."""
+    arms = made(items=4, k=3)
+    few = arms.assign(tested=(arms["arm"] != "placebo") | (arms["number"] + arms["item"] % 2 < 2))
+    found = summed(few)["bound"]["contrast"]
+    whole = summed(arms)["bound"]["contrast"]
+    alone = summed(few[few["tested"]])["bound"]["contrast"]
+    assert [found[name] for name in ("mean", "ci_low", "ci_high", "p_signflip", "p_wilcoxon")] == pytest.approx(
+        [whole[name] for name in ("mean", "ci_low", "ci_high", "p_signflip", "p_wilcoxon")]
+    )
+    assert found["p_permutation_all"] == whole["p_permutation"] != found["p_permutation"]
+    assert (found["p_permutation"], found["p_attainable"]) == (alone["p_permutation"], alone["p_attainable"])
+    assert (found["tested"], whole["tested"]) == (1.5, 3.0)
