@@ -10,6 +10,8 @@ from timing import once
 
 import kvprobe as kp
 from kvprobe import engine
+from kvprobe.placebo import strength
+from kvprobe.placebo.scope import Scope
 
 NEAREST, TOLERANCE = 64, 1e-5
 
@@ -22,12 +24,13 @@ def run(model: Any, length: int = 1500, rounds: int = 5) -> tuple[dict[str, floa
     (target,) = item.spans["evidence"]
 
     def scan() -> tuple[Any, Any, Any]:
-        windows = kp.placebo.window_strengths(trace, target[1] - target[0])
-        own = kp.placebo.set_strengths(trace, [target], measures=["bound"])["bound"][0]
+        scope = Scope(trace)  # what one target's search shares, as kp.placebo.match does
+        windows = strength.scan(scope, target[1] - target[0])
+        own = windows.bound[target[0]]
         distance = np.abs(np.log(windows.bound[4 : item.context_stop - windows.length] / own))
         starts = 4 + np.argsort(distance, kind="stable")[:NEAREST]
         spans = [(int(start), int(start) + windows.length) for start in starts]
-        return windows, spans, kp.placebo.set_strengths(trace, spans, measures=["perturbation"])
+        return windows, spans, strength.measure(scope, [(span,) for span in spans], ["perturbation"])
 
     error = _error(trace, *scan())
     assert error <= TOLERANCE, f"matching: strengths differ from float64 sums by {error:.2g}, allowed {TOLERANCE}"

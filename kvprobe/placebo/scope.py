@@ -19,6 +19,9 @@ from kvprobe.placebo.keysets import KeySet, text
 from kvprobe.spans.inputs import Heads, LayerLike, TraceLike, prepare
 from kvprobe.theory.checks import check_p
 
+KEPT_BYTES = 256 << 20
+"""Attention rows of all layers that a scope keeps between visits."""
+
 Indices = int | Sequence[int] | None
 PerLayer = Indices | Mapping[int, Any]
 
@@ -88,6 +91,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class _Seen:
+    """A layer as it was prepared, with so many keys beside the visible ones."""
+
+    index: int
+    numbers: list[int]
+    queries: Tensor
+    heads: Heads
+    margin: int
+
+
+@dataclass(frozen=True)
 class Scope:
     """Layers × heads that a strength sums over, the rows that it averages over, and the norm.
 
@@ -127,21 +141,36 @@ class Scope:
             )
 
     def visit(self, *, norms: bool, margin: int = 0) -> Iterator[Layer]:
-        """The chosen layers in order; value norms are worked out once a scope, whatever the number of visits."""
-        seen = 0
-        for view in self._views():
-            numbers = self._numbers(view)
-            if not numbers:
-                continue
-            seen += 1
-            heads = prepare(_only(view, numbers), margin)
-            m = self._norms(view.index, heads) if norms else None
-            yield Layer(view.index, numbers, self._weight(view.index), view.queries, heads, m)
+        """The chosen layers in order; value norms are worked out once a scope, whatever the number of visits.
+
+        So are attention rows, as long as those of all layers take at most 256 MiB.
+        """
+        seen: list[_Seen] = []
+        room = KEPT_BYTES
+        for layer in self._kept(margin) or self._seen(margin):
+            m = self._norms(layer.index, layer.heads) if norms else None
+            yield Layer(layer.index, layer.numbers, self._weight(layer.index), layer.queries, layer.heads, m)
+            room -= layer.heads.A.nbytes + layer.heads.visible.nbytes
+            seen = [*seen, layer] if room >= 0 else [layer]
+        if room >= 0 and seen:
+            self.known["layers"] = seen
         if not seen:
             raise InterventionError(
                 f"layers={quote(self.layers)}, heads={quote(self.heads)} name no head of this trace; "
                 "allowed: at least one"
             )
+
+    def _kept(self, margin: int) -> list[_Seen] | None:
+        """The layers of an earlier visit, if those serve this margin, too."""
+        kept: list[_Seen] | None = self.known.get("layers")
+        n = self.trace.n
+        return kept if kept and all(each.margin == margin or each.heads.extent[:2] == (0, n) for each in kept) else None
+
+    def _seen(self, margin: int) -> Iterator[_Seen]:
+        for view in self._views():
+            numbers = self._numbers(view)
+            if numbers:
+                yield _Seen(view.index, numbers, view.queries, prepare(_only(view, numbers), margin), margin)
 
     def rows(self, queries: Tensor, stops: Tensor, named: Sequence[KeySet] | None = None) -> Tensor:
         """Share of each row in a set's average, [Q, P]: 1 / number of touched rows, NaN where there is none.

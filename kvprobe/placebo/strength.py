@@ -264,7 +264,7 @@ def _windows(layer: Layer, length: int) -> Tensor:
         mass, value_mass, R, w_N = _head_windows(layer, h, length)
         w_S += value_mass
         total += mass
-        theta += mass.mul_(w_N).div_(R)
+        theta += (mass * w_N).div_(R)  # a window of one key is the row itself: nothing of it is written to
     return torch.stack([theta.add_(w_S), w_S, total])
 
 
