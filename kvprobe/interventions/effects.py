@@ -175,11 +175,9 @@ class Swap(Cells):
         return int(common[0]) if len(common) else None
 
 
-@dataclass(frozen=True, eq=False)
-class Remove:
-    """Takes a module's update out of the residual stream at chosen rows."""
+class Rewriting:
+    """Whole rows of a module's output; the base of :class:`Remove` and :class:`Add`, which have ``rows``."""
 
-    site: str
     rows: Rows
 
     @property
@@ -194,6 +192,14 @@ class Remove:
     def clash(self, other: Any) -> int | None:
         """See :class:`Effect`."""
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class Remove(Rewriting):
+    """Takes a module's update out of the residual stream at chosen rows."""
+
+    site: str
+    rows: Rows
 
     def apply(self, output: Tensor, before: Tensor, positions: Tensor) -> int:
         """Rewrite rows of ``output`` [t, D] in place; ``before`` [t, D] is what a block was given."""
@@ -204,25 +210,12 @@ class Remove:
 
 
 @dataclass(frozen=True, eq=False)
-class Add:
+class Add(Rewriting):
     """Adds vectors to what a layer's attention returned: one for every row [D], or one a touched row [R, D]."""
 
     rows: Rows
     vectors: Tensor = field(repr=False)
     site: str = "attention"
-
-    @property
-    def first(self) -> int:
-        """See :class:`Effect`."""
-        return self.rows.first
-
-    def expected(self, positions: Tensor, window: int | None, n_heads: int) -> int:
-        """See :class:`Effect`."""
-        return int(self.rows.touches(positions).sum())
-
-    def clash(self, other: Any) -> int | None:
-        """See :class:`Effect`."""
-        return None
 
     def apply(self, output: Tensor, before: Tensor, positions: Tensor) -> int:
         """See :meth:`Remove.apply`."""
