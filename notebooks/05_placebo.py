@@ -28,7 +28,7 @@ import kvprobe as kp
 
 model = kp.load("smollm2-135m")
 settings = kp.placebo.Settings(
-    "niah_multikey_1", length=800, items=4, seed=0, kappas=(0.25, 0.5), options={"needles": 9}
+    "niah_multikey_1", length=700, items=3, seed=1, kappas=(0.25, 0.5), options={"needles": 9}
 )
 items = settings.make(model)
 item = items[0]

@@ -122,6 +122,11 @@ def _contrast_lines(match_on: str, found: dict[str, Any], outcome: str) -> list[
         f"{match_on}: {found['estimand']}: {UNITS[outcome]} {row['mean']:+.3g} {interval(row)}, n {row['n']}, "
         f"permutation within item {p} (smallest attainable {row['p_attainable']:.2g}{verdict}); {beside}"
     )
+    if found["kind"] == "injected":
+        lines[-1] += (
+            ". Exploratory: an ordinary span's own Δo is milder than other vectors of its norm, so that true nulls are "
+            "rejected too often, on that side"
+        )
     if row["p_permutation_all"] != row["p_permutation"]:
         lines[-1] += (
             f". The permutation is among placebos that share no token ({row['tested']:.2g} an item on average); among "

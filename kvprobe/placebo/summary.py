@@ -219,7 +219,9 @@ def contrast_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     for match_on, found in summary["contrasts"].items():
         for outcome, row in found["by_outcome"].items():
             named = {"match_on": match_on, "outcome": outcome, "kind": found["kind"], "estimand": found["estimand"]}
-            rows.append(named | {"confirmatory": outcome == summary["outcome"]} | row)
+            # Injected vectors do not pass calibration: their contrast describes.
+            confirmatory = outcome == summary["outcome"] and found["kind"] != INJECTED
+            rows.append(named | {"confirmatory": confirmatory} | row)
     return rows
 
 
