@@ -188,8 +188,8 @@ def _drawn(df: pd.DataFrame) -> Figure:
     note = (
         f"Grey: 99 % band around the level that the primary test can attain (tick). {CLAIM[0].upper()}{CLAIM[1:]}; n "
         "counts those with a pseudo-target that has placebos. H: a needle never asked about "
-        f"({asked['needles'] - 1} an item, {asked['crowd'] - 1} in a crowd). Unions: the library lets placebos share "
-        "needles and keeps the target apart."
+        f"({asked['needles'] - 1} an item, {asked['crowd'] - 1} in a crowd). Unions: the test is among placebos that "
+        "share no needle; all k may share them, the target never does."
     )
     handles = [Line2D([], [], linestyle="none", **look, label=text) for text, look in LOOKS.values()]
     handles.append(Patch(color=BAND, label="99 % band"))
