@@ -96,7 +96,9 @@ class Receipt:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for tables and JSON."""
         return {
-            "layers": len(self.layers_fired),
+            "layers": len(
+                {*self.layers_fired, *(layer for site in self.sites.values() for layer in site.layers_fired)}
+            ),
             "masked_weight": self.masked_weight,
             "cells": self.cells_reached,
             "unseen_keys": sum(self.unseen.values()),

@@ -67,9 +67,10 @@ def print_placebo(summary: dict[str, Any], out: Path | None) -> None:
     screen.print(_matching_table(summary))
     screen.print(_effects_table(summary))
     for match_on, found in summary["contrasts"].items():
-        for line in _contrast_lines(match_on, found, summary["outcome"]):
+        for line in _contrast_lines(match_on, found, summary):
             screen.print(line)
-    screen.print(_balance_table(summary))
+    if any(found["balance"] for found in summary["contrasts"].values()):
+        screen.print(_balance_table(summary))
     if "by_k" in summary:
         _print_memory(screen, summary)
     screen.print(f"{summary['timings_s']['total_s']:.0f} s, peak memory {summary['peak_rss_mib']:.0f} MiB")
@@ -100,19 +101,25 @@ def _effects_table(summary: dict[str, Any]) -> Any:
     )
     for match_on, found in summary["contrasts"].items():
         for arm, row in found["effect"].items():
-            cells = ["–" if row[name] is None else f"{row[name]:+.3g}" for name in UNITS]
+            # A mean of integers that is zero may come out at −1e-16.
+            cells = ["–" if row[name] is None else f"{round(row[name], 9) + 0.0:+.3g}" for name in UNITS]
             table.add_row(match_on, arm, *cells)
     return table
 
 
-def _contrast_lines(match_on: str, found: dict[str, Any], outcome: str) -> list[str]:
-    row = found["contrast"]
+def _contrast_lines(match_on: str, found: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    row, outcome = found["contrast"], summary["outcome"]
     lines = []
     if found["unmatched"]:
         ratio = found["no_overlap_ratio"]
-        reach = "" if ratio is None else f": the strongest ordinary span reaches {ratio:.2f} of a target (median)"
+        reach = "" if ratio is None else f", the strongest window reaches {ratio:.2f} of a target (median)"
         instead = "vectors of equal L are injected" if found["kind"] == "injected" else "not part of the contrast"
-        lines.append(f"{match_on}: no_overlap for {found['unmatched']} targets{reach}; {instead}")
+        k, held = summary["placebos"], {name: n for name, n in found["within_caliper"].items() if n}
+        some = ", ".join(f"{name} {n:g}" for name, n in held.items()) or "none"
+        lines.append(
+            f"{match_on}: no_overlap for {found['unmatched']} targets: no pool holds {k} separate placebos within the "
+            f"caliper (candidates within, median: {some}){reach}; {instead}"
+        )
     if row["n"] == 0:
         return [*lines, f"{match_on}: no contrast: {row['method']}"]
     p = "p < 0.0001" if row["p_permutation"] < 1e-4 else f"p {row['p_permutation']:.4f}"
@@ -124,8 +131,13 @@ def _contrast_lines(match_on: str, found: dict[str, Any], outcome: str) -> list[
     )
     if found["kind"] == "injected":
         lines[-1] += (
-            ". Exploratory: an ordinary span's own Δo is milder than other vectors of its norm, so that true nulls are "
-            "rejected too often, on that side"
+            ". Exploratory: an ordinary span's own Δo is milder than other vectors of its norm, so that true nulls "
+            "are rejected too often, on that side"
+        )
+        own, cut = (found["effect"][name][outcome] for name in ("injected_target", "target"))
+        lines.append(
+            f"{match_on}: the clean run's changes add up over layers: the target's own Δo injected does {own:+.3g}; "
+            f"cutting the target out {cut:+.3g}"
         )
     if row["p_permutation_all"] != row["p_permutation"]:
         lines[-1] += (
@@ -160,7 +172,7 @@ def _smd(row: dict[str, Any], name: str) -> str:
 
 def _print_memory(screen: Any, summary: dict[str, Any]) -> None:
     table = table_of(
-        "Masking the first derivation: change of settling depth of later mentions, in layers",
+        "Masking the first derivation: change of settling depth of later mentions, layers (+: deeper)",
         ("mention k", "effect", "Δ log-prob, nats", "items"),
     )
     for row in summary["by_k"]:

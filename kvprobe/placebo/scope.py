@@ -131,6 +131,8 @@ class Scope:
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.trace, "layers") or not hasattr(self.trace, "n"):
+            raise PromptError(f"{quote(self.trace)} is not a trace: allowed is what kvprobe.observe returns")
         check_p(self.p)
         if self._named == ():
             raise InterventionError(f"layers={quote(self.layers)}, heads={quote(self.heads)} name no layer")

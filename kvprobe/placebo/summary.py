@@ -20,6 +20,7 @@ EFFECTS = {"logprob": "delta_logprob", "kl": "kl", "settling_depth": "delta_sett
 LOGGED = ("bound", "perturbation", "centred", "value_mass", "mass")
 VARIABLES = (*LOGGED, "length", "position")
 SPANS, INJECTED = "spans", "injected"
+EVERY, VECTORS = ("target", "placebo", "length_only", "gate"), ("injected_target", "injected")
 Measure = str
 
 
@@ -47,6 +48,7 @@ def _contrast(
         "unmatched": len(unmatched),
         "matched_answered": len(_items(arms, match_on, SPANS)),
         "caliper": settings.caliper,
+        "within_caliper": {name: _median([m.tried.get(name, math.nan) for m in unmatched]) for name in REMEDIES},
         "no_overlap_ratio": _median([match.strongest.get("contiguous", math.nan) for match in unmatched]),
         "strongest": {name: _median([m.strongest.get(name, math.nan) for m in matches.values()]) for name in REMEDIES},
         "remedy": counts,
@@ -57,8 +59,8 @@ def _contrast(
         }.get(kind, "none: no answered item has placebos"),
         "balance": _balance_rows(balance, match_on),
         "effect": {
-            name: {each: _mean_effect(arms, name, match_on, kind, chosen, EFFECTS[each]) for each in EFFECTS}
-            for name in ("target", "placebo", "length_only", "gate")
+            name: {each: _mean_effect(arms, name, match_on, chosen, EFFECTS[each]) for each in EFFECTS}
+            for name in (*EVERY, *(VECTORS if kind == INJECTED else ()))
         },
         "contrast": contrast(arms, match_on, kind, chosen, column, settings.seed),
         "by_outcome": {each: contrast(arms, match_on, kind, chosen, EFFECTS[each], settings.seed) for each in EFFECTS},
@@ -159,12 +161,10 @@ def _no_contrast() -> dict[str, Any]:
     return dict.fromkeys(names) | {"n": 0, "cannot_reject": True, "method": "no answered item has placebos"}
 
 
-def _mean_effect(
-    arms: pd.DataFrame, name: str, match_on: str, kind: str, items: Sequence[int], column: str
-) -> float | None:
+def _mean_effect(arms: pd.DataFrame, name: str, match_on: str, items: Sequence[int], column: str) -> float | None:
     """Mean over items of the mean over an arm's sets, on the items of the contrast (all answered ones without any)."""
     rows = arms[arms["answered"]] if not items else arms[arms["item"].isin(items)]
-    rows = rows[_is_control(rows, match_on, kind)] if name == "placebo" else rows[rows["arm"] == name]
+    rows = rows[_is_control(rows, match_on, SPANS)] if name == "placebo" else rows[rows["arm"] == name]
     by_item = rows.groupby("item")[column].mean()
     return _finite(float(by_item.mean())) if len(by_item) else None
 

@@ -113,6 +113,10 @@ def run(
         A target that no row sees, or no room for controls beside it.
     """
     begun = time.perf_counter()
+    if not hasattr(model, "geometry"):
+        raise TaskError(f"model={quote(model)} is not a loaded model: allowed is what kvprobe.load returns")
+    if settings is not None and not isinstance(settings, Settings):
+        raise TaskError(f"settings={quote(settings)}: allowed are kvprobe.placebo.Settings")
     settings = (settings or Settings()).running(arms)
     made = _checked(model, settings, items)
     traces = isinstance(made[0], TraceItem)

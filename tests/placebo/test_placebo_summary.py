@@ -49,6 +49,7 @@ def probes(items=4, remedies=None, ratios=None):
                     remedy=remedies.get((on, i), "contiguous"),
                     matched=remedies.get((on, i), "contiguous") is not None,
                     strongest=ratios.get((on, i), {"contiguous": 1.0 + i}),
+                    tried={"contiguous": i},
                 )
                 for on in placebo.MATCH_ON
             },
@@ -164,7 +165,8 @@ def test_spans_and_injected_vectors_are_never_mixed():
     against = differences(arms, range(4), "delta_logprob", "", "target", "injected")
     assert vectors["injected_against_mask"]["mean"] == pytest.approx(against.mean())
     wanted = np.mean([pick(arms, i, "injected", "kl").mean() for i in range(4)])
-    assert vectors["effect"]["placebo"]["kl"] == pytest.approx(wanted)
+    assert vectors["effect"]["injected"]["kl"] == pytest.approx(wanted)
+    assert vectors["effect"]["placebo"]["kl"] is None  # key sets and vectors are never mixed
     assert vectors["balance"] == {}
 
 
