@@ -165,3 +165,8 @@ print({name: found[name] for name in ("matched", "unmatched", "no_overlap_ratio"
 arms = alone.arms()
 shown = arms[arms["arm"].isin(["target", "injected_target", "injected", "length_only"])]
 display(shown.groupby("arm", sort=False)[["perturbation", "delta_logprob", "kl"]].mean().round(2))
+
+# %% [markdown]
+# Two cautions. The clean run's changes, injected at every layer at once, add up to a harder blow than the mask, whose
+# deeper layers answer a changed input. And this control does not pass calibration: an ordinary span's own Δo is milder
+# than other vectors of its norm (`analyses/placebo_calibration.py`). It describes; the contrasts above test.
