@@ -201,7 +201,7 @@ def _refuse_beside_file(given: Mapping[str, Any], path: Any) -> None:
 
 
 def _options(given: Mapping[str, Any], task: str, traced: bool) -> dict[str, Any]:
-    """Options of the task; needle tasks on essays get all their sentences, where pieces of token sets may begin."""
+    """Options of the needle tasks, refused for others."""
     found = {name: given[name] for name in ("needles", "decoys") if given[name] is not None}
     if given["haystack"] is not None:
         found["path"] = str(given["haystack"])
