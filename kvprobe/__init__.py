@@ -32,7 +32,9 @@ _HOME = {
     "KVProbeError": "errors",
 }
 _MODULES = ("eviction", "maps", "placebo", "tasks")
-_REACHABLE = ("audits", "cells", "interventions", "outcomes", "plots", "records", "spans", "stats", "theory")
+_REACHABLE = (
+    *("audits", "cells", "heads", "interventions", "outcomes", "plots", "records", "sinks", "spans", "stats", "theory"),
+)
 """Not at the front door, but ``kvprobe.records`` works as the others do."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]

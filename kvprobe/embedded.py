@@ -110,6 +110,21 @@ def verify(folder: Path, source: Source = SMOLLM2_135M) -> None:
         raise DataError(f"the embedded model is damaged: {problem}; delete {folder} and run again")
 
 
+def revision(config: Any) -> str | None:
+    """Which weights a loaded configuration belongs to: the hub's commit, or the sha256 of an embedded model's weights.
+
+    None where neither is known: a local folder that was not made here.
+    """
+    commit = getattr(config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    try:
+        made = json.loads(Path(str(config._name_or_path), MANIFEST).read_text(encoding="utf-8"))
+        return str(made["source"]["weights_sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _difference(manifest: Path, source: Source) -> str | None:
     try:
         made = json.loads(manifest.read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from kvprobe import attention, checks, engine
+from kvprobe import attention, checks, embedded, engine
 from kvprobe.capability import Report
 from kvprobe.errors import CapabilityError, ModelError, quote
 from kvprobe.inputs import count
@@ -141,6 +141,11 @@ class Model:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @property
+    def revision(self) -> str | None:
+        """Which weights: a hub model's commit, the embedded model's sha256; None for a folder that does not tell."""
+        return embedded.revision(self.twin.config)
+
+    @property
     def meta(self) -> dict[str, Any]:
         """What every saved result carries about its model."""
         return {
@@ -220,8 +225,6 @@ def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
     if not text.strip():
         raise ModelError("the model's name is empty: give 'smollm2-135m', a folder with config.json, or a hub name")
     if text.lower() in EMBEDDED:
-        from kvprobe import embedded
-
         return str(embedded.ensure()), EMBEDDED[0]
     if Path(text).is_dir():
         return text, Path(text).resolve().name

@@ -142,8 +142,12 @@ def write_figure(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
 
 def write_json(value: Any, path: str | Path) -> Path:
     """Write `value` as indented JSON (see :func:`to_json`)."""
-    text = to_json(value, indent=2) + "\n"
-    with _replacing(Path(path), (".json",)) as temporary:
+    return write_text(to_json(value, indent=2) + "\n", path, ".json")
+
+
+def write_text(text: str, path: str | Path, ending: str = ".txt") -> Path:
+    """Write `text` in UTF-8 to a `path` of this ending."""
+    with _replacing(Path(path), (ending,)) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,31 @@ def tapped(twin: Any, n_layers: int, rows: int, run: Run | None = None) -> Itera
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def watched(twin: Any, n_layers: int, watch: Callable[[int, Tensor], None], run: Run | None = None) -> Iterator[None]:
+    """Call ``watch(layer, hidden)`` with what enters every layer, [B, t, D], while a pass runs; always undone.
+
+    ``hidden`` is the residual stream before the layer's first norm (``resid_pre`` in TransformerLens): the pass' own
+    tensor, to be read and not to be kept, so that only one layer's exists at a time. ``run`` as in :func:`tapped`.
+    """
+    handles = []
+    try:
+        for layer, around in enumerate(_parents(twin, engine.attention_modules(twin, n_layers))):
+            handles.append(around.register_forward_pre_hook(_watcher(watch, layer, run), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watcher(watch: Callable[[int, Tensor], None], layer: int, run: Run | None) -> Any:
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        if run is None or serving() is run:
+            watch(layer, (args[0] if args else kwargs["hidden_states"]).detach())
+
+    return look
 
 
 @dataclass

@@ -8,7 +8,7 @@ given: left pads are columns that no query sees.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvprobe import theory
 from kvprobe.engine import Prefix
-from kvprobe.errors import DataError, RecordError, TheoryError
+from kvprobe.errors import DataError, RecordError, TheoryError, quote
 from kvprobe.twopart import LayerSpec, layer_logits
 
 
@@ -107,16 +107,40 @@ class Trace:
         """Number of query heads."""
         return int(self.data[0].query.shape[0])
 
-    def layer(self, index: int) -> LayerView:
-        """Work out one layer; logits and values are fresh tensors, W_O is a view of the model's weight."""
+    def layer(self, index: int, rows: slice | Sequence[int] | None = None) -> LayerView:
+        """Work out one layer; logits and values are fresh tensors, W_O is a view of the model's weight.
+
+        Parameters
+        ----------
+        index
+            Layer number.
+        rows
+            Which of the observed rows, as ``queries[rows]`` counts them: a slice or a list of indices; None for all.
+            Only their logits are ever made, so that a long trace can be read in chunks. They are those of all rows up
+            to the rounding of a matrix product of another height.
+        """
         if not 0 <= index < self.n_layers:
             raise TheoryError(f"layer {index} does not exist: the trace has layers 0 … {self.n_layers - 1}")
         data = self.data[index]
         keys, values = (_joined(part, self.pad) for part in (data.keys, data.values))
         positions = torch.tensor(self.queries, device=keys.device)
-        logits = layer_logits(data.query, keys, data.spec, positions)
+        query = data.query
+        if rows is not None:
+            chosen = self._rows(rows).to(keys.device)
+            query, positions = query[:, chosen], positions[chosen]
+        logits = layer_logits(query, keys, data.spec, positions)
         logits[..., : self.pad] = -torch.inf
         return LayerView(index, logits, values, self.output(index), data.spec.sink, positions)
+
+    def _rows(self, rows: slice | Sequence[int]) -> Tensor:
+        """Indices of chosen rows; none, or one that was not observed, is an error."""
+        if isinstance(rows, slice):
+            rows = range(*rows.indices(len(self.queries)))
+        if not len(rows) or min(rows) < -len(self.queries) or max(rows) >= len(self.queries):
+            raise TheoryError(
+                f"rows={quote(rows)}; allowed: one or more of the {len(self.queries)} observed rows, by index"
+            )
+        return torch.tensor(list(rows))
 
     def layers(self) -> Iterator[LayerView]:
         """All layers, one at a time."""

@@ -100,7 +100,12 @@ def test_evict_without_a_second_stage_writes_no_pairs(small_model, tmp_path):
         ("--length 900 --chunk 100 --policies oracle", "oracle knows what comes after"),
         ("--length 900 --new-tokens 5000", "do not fit the model's context of 4096"),
         ("--length 900 --policies duo --gates {gates} --cache 0.5", "gates of shape [1, 2]; allowed: [3, 2]"),
-        ("--length 900 --policies headkv --profile {profile} --cache 0.5", "importance"),
+        (
+            "--length 900 --policies headkv --profile {profile} --cache 0.5",
+            "importance of shape [1, 2]; allowed: [3, 6]",
+        ),
+        ("--length 900 --policies duo --profile {profile} --cache 0.5", "gates of shape [1, 2]; allowed: [3, 2]"),
+        ("--length 900 --policies duo --profile {other} --cache 0.5", "is a profile of 'm'; allowed: one of 'tiny'"),
     ],
 )
 def test_evict_refuses_what_does_not_fit_before_it_computes(words, said, small_model, capsys, tmp_path, monkeypatch):
@@ -111,9 +116,10 @@ def test_evict_refuses_what_does_not_fit_before_it_computes(words, said, small_m
 
     monkeypatch.setattr(curves.tables, "answer_item", compute)
     (tmp_path / "gates.tsv").write_text("0.1 0.2\n")
-    profile = {"model": "m", "kind": "retrieval", "n_layers": 1, "n_heads": 2, "scores": [[1.0, 2.0]]}
+    profile = {"model": "tiny", "kind": "retrieval", "n_layers": 1, "n_heads": 2, "scores": [[1.0, 2.0]]}
     (tmp_path / "heads.json").write_text(json.dumps(profile))
-    files = {"gates": tmp_path / "gates.tsv", "profile": tmp_path / "heads.json"}
+    (tmp_path / "other.json").write_text(json.dumps(profile | {"model": "m"}))
+    files = {"gates": tmp_path / "gates.tsv", "profile": tmp_path / "heads.json", "other": tmp_path / "other.json"}
     out = tmp_path / "run"
     given = words.format(**files).split()
     assert cli.main(["evict", "--items", "2", "--model", small_model, *given, "--out", str(out)]) == 2

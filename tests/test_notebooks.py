@@ -17,6 +17,7 @@ def test_there_are_notebooks():
         "03_perturbation_maps.ipynb",
         "04_bound_tightness.ipynb",
         "05_placebo.ipynb",
+        "06_sinks_and_heads.ipynb",
     ]
 
 

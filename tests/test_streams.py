@@ -7,12 +7,13 @@ from plain_streams import plain_streams
 from tiny import FAMILIES
 from torch.testing import assert_close
 
-from kvprobe import intervene, theory
+from kvprobe import engine, intervene, theory
+from kvprobe.attention import Run
 from kvprobe.errors import KVProbeError, ModelError
 from kvprobe.eviction import KeepMask
 from kvprobe.interventions import KVMask
 from kvprobe.prompts import Prompt
-from kvprobe.streams import tapped
+from kvprobe.streams import tapped, watched
 
 families = pytest.mark.parametrize("family", FAMILIES)
 N, STOP = 24, 16
@@ -219,3 +220,39 @@ def test_attention_outside_a_layer_is_refused():
     bare = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match="attention outside a layer"):
         _parents(torch.nn.Sequential(bare), [bare])
+
+
+@families
+def test_what_enters_a_layer_is_what_plain_transformers_say(family, tiny, plain):
+    """Every row of every layer's input, in order; no hook stays, and another run's pass is not looked at."""
+    model, ids = tiny(family), torch.tensor([catalogue.ids(2, N)])
+    before, seen, run = hooks(model), [], Run()
+    with watched(model.twin, 3, lambda layer, hidden: seen.append((layer, hidden.clone())), run):
+        assert hooks(model) == before + 3
+        engine.forward(model.twin, ids, run, engine.new_cache())
+        engine.forward(model.twin, ids, Run(), engine.new_cache())
+    assert hooks(model) == before
+    assert [layer for layer, _ in seen] == [0, 1, 2] and not any(hidden.requires_grad for _, hidden in seen)
+    with torch.no_grad():
+        expected = plain(family).hf(input_ids=ids, output_hidden_states=True).hidden_states
+    for layer, hidden in seen:
+        assert_close(hidden, expected[layer], **CLOSE)
+    found = intervene(model, Prompt.from_ids(ids[0]), KVMask(keys=[]), suffix=N - 1, streams=N - 1).streams
+    for layer, hidden in seen[1:]:
+        assert_close(hidden[0, 1:], found.resid_post[layer - 1], **CLOSE)
+
+
+def test_watching_without_a_run_sees_every_pass_and_always_ends(tiny):
+    model, ids = tiny("llama"), torch.tensor([catalogue.ids(2, N)])
+    seen, before = [], hooks(model)
+    with watched(model.twin, 3, lambda layer, hidden: seen.append(layer)):
+        engine.forward(model.twin, ids, Run(), engine.new_cache())
+        model.twin(ids)
+    assert seen == [0, 1, 2] * 2
+
+    def broken(layer, hidden):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"), watched(model.twin, 3, broken):
+        model.twin(ids)
+    assert hooks(model) == before

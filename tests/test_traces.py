@@ -48,6 +48,43 @@ def test_layers_are_streamed_not_kept(tiny):
     assert bool((trace.layer(1).logits != 0).any())
 
 
+@every_family
+@pytest.mark.parametrize("prompt", [PROMPT, PADDED], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    ("rows", "which"),
+    [
+        (slice(2, 4), [2, 3]),
+        (slice(0, 1), [0]),
+        (slice(-2, None), [4, 5]),
+        ([1, 5], [1, 5]),
+        (range(3), [0, 1, 2]),
+        ([-1], [5]),
+        (slice(None), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_some_rows_are_a_slice_of_all(family, prompt, rows, which, tiny, monkeypatch):
+    """Up to the rounding of a lower matrix product, and only the chosen rows' logits are ever made."""
+    from kvprobe import traces as module
+
+    trace = observe(tiny(family), prompt, [prompt.pad + q for q in (0, 3, 5, 9, 20, 25)])
+    whole, made, real = [trace.layer(index) for index in range(3)], [], module.layer_logits
+    monkeypatch.setattr(module, "layer_logits", lambda query, *more: made.append(query.shape[1]) or real(query, *more))
+    for index, view in enumerate(whole):
+        part = trace.layer(index, rows=rows)
+        assert torch.equal(part.logits.isneginf(), view.logits[:, which].isneginf())
+        assert_close(part.logits, view.logits[:, which], rtol=1e-6, atol=5e-6)
+        assert_close(part.attention, view.attention[:, which], rtol=1e-5, atol=1e-7)
+        assert torch.equal(part.queries, view.queries[which]) and torch.equal(part.values, view.values)
+        assert part.w_o.data_ptr() == view.w_o.data_ptr() and part.index == index
+    assert made == [len(which)] * 3
+
+
+@pytest.mark.parametrize("rows", [[], slice(2, 2), [2], [-3], slice(5, 9)])
+def test_rows_that_do_not_exist(rows, tiny):
+    with pytest.raises(TheoryError, match=r"rows=.*; allowed: one or more of the 2 observed rows, by index"):
+        observe(tiny("llama"), PROMPT, [5, 25]).layer(0, rows=rows)
+
+
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_layer_that_does_not_exist(index, tiny):
     with pytest.raises(TheoryError, match=rf"layer {index} does not exist: the trace has layers 0 … 2"):

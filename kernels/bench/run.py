@@ -13,6 +13,7 @@ import time
 import ablation
 import auditing
 import eviction
+import head_knockouts
 import many_arms
 import matching
 import observing
@@ -32,6 +33,9 @@ BARS = {
     "many_arms_speedup": (40, 60, True),
     "many_arms_over_limit": (3, 2, False),
     "many_gates_over_masks": (None, None, False),
+    # The evidence masked in one head at a time, for all 270, with the closed forms beside them.
+    "head_knockouts_speedup": (40, 60, True),
+    "head_knockouts_over_limit": (None, None, False),
     "prefill_over_hf": (1.15, None, False),
     "span_stats_over_prefill": (0.5, None, False),
     # θ of all candidate positions of an item over all its rows, and exact L of the 64 nearest.
@@ -62,7 +66,7 @@ def main() -> int:
     model = kp.load()
     _add(ratios, measured, projected_norms.run())
     _add(ratios, measured, auditing.run())
-    for part in (ablation.run, many_arms.run, observing.run, matching.run, eviction.run):
+    for part in (ablation.run, many_arms.run, head_knockouts.run, observing.run, matching.run, eviction.run):
         _add(ratios, measured, part(model))
     missed = [name for name, value in ratios.items() if not _holds(name, value)]
     for name, value in ratios.items():

@@ -60,7 +60,7 @@ def check(
         commands.print_report(report)
 
 
-for _commands in ("needles", "documents"):
+for _commands in ("needles", "documents", "scans", "sinking"):
     import_module(f"kvprobe.cli.{_commands}")  # registers its commands
 
 

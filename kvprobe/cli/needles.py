@@ -29,7 +29,9 @@ def niah(
         str | None, typer.Option(help="ruler32k: 32K tokens, 100 items, no decoys, where not given otherwise.")
     ] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
-    exclude_layers: Annotated[str, typer.Option(help="Layers left out of averages and gate, e.g. 0,1.")] = "",
+    exclude_layers: Annotated[
+        str, typer.Option(help="Layers left out of averages and gate: 0,1, or a rule's .json of kvprobe heads.")
+    ] = "",
     gate_contrast: Annotated[str, typer.Option(help="hard or distractor.")] = "hard",
     gate_score: Annotated[str, typer.Option(help="mass or delta_mass.")] = "mass",
     gate_at: Annotated[str, typer.Option(help="last (prompt token) or answer (tokens).")] = "last",
@@ -61,8 +63,12 @@ def evict(
     preset: Annotated[str | None, typer.Option(help="Pooling: paper (max, 7; default) or released (avg, 5).")] = None,
     alpha: Alpha = None,
     epsilon: Epsilon = None,
-    profile: Annotated[Path | None, typer.Option(help="Head importance for headkv, a JSON profile.")] = None,
-    gates: Annotated[Path | None, typer.Option(help="Gates for duo, a TSV of layers × kv heads.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A head profile (JSON): importance for headkv, gates for duo.")
+    ] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="Gates for duo, a TSV of layers × kv heads, rather than the profile's.")
+    ] = None,
     template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")

@@ -6,18 +6,24 @@ from kvprobe.commands.compression import evict, print_evict
 from kvprobe.commands.mapping import map_, print_map
 from kvprobe.commands.placebos import placebo, print_placebo
 from kvprobe.commands.probing import niah, print_niah
+from kvprobe.commands.scanning import heads, print_heads
+from kvprobe.commands.sinking import print_sinks, sinks
 
 __all__ = [
     "audit",
     "check",
     "evict",
+    "heads",
     "map_",
     "niah",
     "placebo",
     "print_audit",
     "print_evict",
+    "print_heads",
     "print_map",
     "print_niah",
     "print_placebo",
     "print_report",
+    "print_sinks",
+    "sinks",
 ]

@@ -40,6 +40,8 @@ class Settings:
         None: the context is prefilled exactly, then evicted. A number: evicted after every so many tokens.
     new_tokens
         Tokens decoded greedily; None: the gold answer's length + 8.
+    profile
+        The file of a head profile that policies use, which must be one of the model that runs; None asks nothing.
     """
 
     policies: tuple[Policy, ...]
@@ -52,6 +54,7 @@ class Settings:
     chunk: int | None = None
     new_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.task not in tasks.names():
@@ -106,26 +109,33 @@ def _once(kind: str, given: Sequence[str], values: Sequence[Any]) -> None:
             raise EvictionError(f"{kind} {both} is given twice; allowed: each once")
 
 
-FLAGS = {"importance": ("headkv", "--profile FILE"), "gates": ("duo", "--gates FILE")}
+FLAGS = {"importance": ("headkv", "--profile FILE"), "gates": ("duo", "--gates FILE or --profile FILE")}
 
 
 def from_command(given: Mapping[str, Any]) -> Settings:
     """Settings from the words of ``kvprobe evict``."""
-    parts = {name: given[name] for name in ("alpha", "epsilon", "preset") if given[name] is not None}
-    parts |= {
-        name: str(given[flag])
-        for name, flag in (("importance", "profile"), ("gates", "gates"))
-        if given[flag] is not None
-    }
     names = words(given["policies"])
     own = {name: _own(name) for name in names}
+    parts = {name: given[name] for name in ("alpha", "epsilon", "preset") if given[name] is not None}
+    parts |= _heads(given, own)
     _used(parts, own)
     policies = tuple(_policy(name, parts, own[name], given["seed"]) for name in names)
     options = {"template": given["template"]}
     if given["haystack"] is not None:
         options["path"] = str(given["haystack"])
     plain = {name: given[name] for name in ("task", "length", "items", "seed", "setting", "chunk", "new_tokens")}
-    return Settings(policies, words(given["cache"]), **plain, options=options)
+    profile = None if given["profile"] is None else str(given["profile"])
+    return Settings(policies, words(given["cache"]), **plain, options=options, profile=profile)
+
+
+def _heads(given: Mapping[str, Any], own: Mapping[str, set[str]]) -> dict[str, str]:
+    """What policies learn about heads: importance from the profile; gates from their table, or the profile too."""
+    profile, gates = (None if given[name] is None else str(given[name]) for name in ("profile", "gates"))
+    wanted = {key for each in own.values() for key in each}
+    from_profile = gates is None and "gates" in wanted
+    found = {"importance": None if from_profile and "importance" not in wanted else profile}
+    found["gates"] = profile if from_profile else gates
+    return {name: path for name, path in found.items() if path is not None}
 
 
 def _own(name: str) -> set[str]:

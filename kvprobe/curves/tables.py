@@ -12,6 +12,7 @@ from kvprobe.curves.settings import Settings
 from kvprobe.curves.sizes import refuse
 from kvprobe.curves.summary import summarise, worst_receipt
 from kvprobe.errors import TaskError
+from kvprobe.eviction.budgets import read_profile
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,6 +80,8 @@ def validate(model: Any, settings: Settings) -> None:
     """Refuse everything that can be refused before anything is computed or written (see :func:`run`)."""
     if settings.items < 1:
         raise TaskError(f"items is {settings.items}, must be a whole number of at least 1")
+    if settings.profile is not None:
+        read_profile(settings.profile, model.name)
     refuse(model, settings, [settings.item(model, index) for index in range(settings.items)])
 
 

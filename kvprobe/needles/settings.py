@@ -8,6 +8,7 @@ from typing import Any
 
 from kvprobe import tasks
 from kvprobe.errors import TaskError
+from kvprobe.heads import stored as stored_rule
 from kvprobe.tasks.items import Item
 
 FEATURES = ("mass", "delta_mass", "value_mass", "bound", "centred_bound", "perturbation")
@@ -36,6 +37,8 @@ class Settings:
         Tokens decoded greedily per arm; None: the gold answer's length + 8.
     exclude_layers
         Layers left out of head averages and of the gate: a rule stated before the run.
+    layer_rule
+        Where they come from, if a stored rule named them: its file, model, settings (:func:`kvprobe.heads.read_rule`).
     gate_contrast, gate_score, gate_at
         The gate compares E with ``hard`` (H ∪ decoys) or ``distractor`` spans, by ``mass`` or ``delta_mass`` summed
         over layers and heads, at the ``last`` prompt token or the ``answer`` tokens.
@@ -57,6 +60,7 @@ class Settings:
     gate_threshold: float = 0.6
     p: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    layer_rule: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -85,12 +89,18 @@ def from_command(given: Mapping[str, Any]) -> Settings:
     plain = ("task", "seed", "distractors", "new_tokens", "gate_contrast", "gate_score", "gate_at")
     values = {name: given[name] for name in plain} | PRESETS.get(preset or "", {})
     values |= {name: given[name] for name in ("length", "items", "decoys") if given[name] is not None}
-    layers = _layers(given["exclude_layers"])
-    return Settings(**values, exclude_layers=layers, p=given["norm"], options=options)
+    layers, rule = _layers(given["exclude_layers"], given.get("model"))
+    return Settings(**values, exclude_layers=layers, layer_rule=rule, p=given["norm"], options=options)
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str, model: str | None) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+    """Layers as given, or those of a rule that was stored for this model, with the rule's origin."""
+    if text.strip().endswith(".json"):
+        stored = stored_rule.read_rule(text.strip(), model)
+        return tuple(stored["excluded"]), stored_rule.origin(stored)
     try:
-        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+        return tuple(sorted({int(part) for part in text.split(",") if part.strip()})), None
     except ValueError:
-        raise TaskError(f"exclude_layers is {text!r}, must be whole numbers with commas, like 0,1") from None
+        raise TaskError(
+            f"exclude_layers is {text!r}, must be whole numbers with commas, like 0,1, or a stored rule's .json file"
+        ) from None

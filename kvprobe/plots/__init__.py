@@ -19,6 +19,9 @@ from kvprobe.plots.masses import mass_against_value_mass, span_means
 from kvprobe.plots.niah import niah_figures, subtitle
 from kvprobe.plots.placebos import placebo_figures
 from kvprobe.plots.rows import head_spans
+from kvprobe.plots.scans import scan_figures, single_heads
+from kvprobe.plots.sinks import sink_figures
+from kvprobe.plots.strips import token_strip
 from kvprobe.plots.style import Sheet, headline, sheet
 from kvprobe.plots.sweeps import sweep_curves
 
@@ -42,11 +45,15 @@ __all__ = [
     "perturbation_heads",
     "perturbation_layers",
     "placebo_figures",
+    "scan_figures",
     "score_against_cache",
     "score_curves",
     "sheet",
+    "single_heads",
+    "sink_figures",
     "span_means",
     "subtitle",
     "sweep_curves",
     "tightness_by_layer",
+    "token_strip",
 ]

@@ -63,6 +63,22 @@ def test_profiles_and_gates_are_read_from_files(tmp_path):
     assert duo.budget.gates == ((0.1, 0.9), (0.5, 0.2), (0.8, 0.3)) and duo.name == "streaming+duo"
 
 
+def test_one_profile_serves_both_unless_gates_are_given(tmp_path):
+    scores = [[0.5, 1.0, 0.0, 2.0, 0.0, 0.0]] * 3
+    path = tmp_path / "heads.json"
+    eviction.budgets.write_profile(eviction.budgets.HeadProfile("tiny", "retrieval", scores), path)
+    (tmp_path / "gates.tsv").write_text("0.1\t0.9\n" * 3)
+    headkv, duo = asked(policies="headkv,duo", profile=path).policies
+    assert headkv.budget.importance == tuple(map(tuple, scores))
+    assert duo.budget.gates == ((0.25, 0.5, 0.0, 1.0, 0.0, 0.0),) * 3
+    (alone,) = asked(policies="duo", profile=path).policies
+    assert alone == duo and asked(policies="duo", profile=path).profile == str(path)
+    both = asked(policies="headkv,duo", profile=path, gates=tmp_path / "gates.tsv").policies
+    assert both[0] == headkv and both[1].budget.gates == ((0.1, 0.9),) * 3
+    with pytest.raises(EvictionError, match="none of duo has the setting profile"):
+        asked(policies="duo", profile=path, gates=tmp_path / "gates.tsv")
+
+
 def one_line(error):
     assert "\n" not in str(error.value) and len(str(error.value)) < 420
 

@@ -13,7 +13,7 @@ from kvprobe.eviction.budgets.base import Allocation, Budget, Request
 from kvprobe.eviction.budgets.duo import Duo
 from kvprobe.eviction.budgets.headkv import HeadKV
 from kvprobe.eviction.budgets.layer_global import LayerGlobal
-from kvprobe.eviction.budgets.profiles import HeadProfile, read_gates, read_profile, write_profile
+from kvprobe.eviction.budgets.profiles import HeadProfile, read_gates, read_profile, write_gates, write_profile
 from kvprobe.eviction.budgets.pyramid import Pyramid
 from kvprobe.eviction.budgets.uniform import Uniform
 
@@ -32,6 +32,7 @@ __all__ = [
     "read_gates",
     "read_profile",
     "register",
+    "write_gates",
     "write_profile",
 ]
 

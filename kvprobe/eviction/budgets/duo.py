@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from kvprobe.errors import EvictionError, quote
 from kvprobe.eviction.budgets.base import Allocation, Budget, Request
-from kvprobe.eviction.budgets.profiles import read_gates, rows
+from kvprobe.eviction.budgets.profiles import HeadProfile, Rows, read_gates, read_profile, rows
 from kvprobe.eviction.budgets.sharing import exact, present_counts, reserved_counts
 
 
 @dataclass(frozen=True)
 class Duo(Budget):
-    """Full heads and streaming heads, told apart by gates [L, K] in [0, 1] (a table, or the path of a TSV file).
+    """Full heads and streaming heads, told apart by gates [L, K] in [0, 1].
 
     The ⌊ratio · L · K⌋ heads of the lowest gates, ties by (layer, head), stream: they hold min(n, sinks + recent)
     entries, the others all n (Xiao et al., arXiv 2410.10819; kvpress rounds the number of heads to the nearest, and
@@ -27,7 +28,9 @@ class Duo(Budget):
     Attributes
     ----------
     gates
-        One gate a kv head: nested tuples, a tensor, or the path of a TSV file (layers × kv heads).
+        One gate a kv head: nested tuples, a tensor, or the path of a TSV file (layers × kv heads). Or a head profile,
+        as such or the path of its JSON: the gate of a query head is its score over the largest score of the model.
+        Gates of query heads [L, H] become those of kept sets by their maximum: a set that one head needs is kept.
     ratio
         Share of heads that stream; None: 1 − cache, the share that other policies remove.
     sinks, recent
@@ -48,8 +51,7 @@ class Duo(Budget):
         share = exact(self.ratio)
         if self.ratio is not None and (share is None or not 0 <= share <= 1):
             raise EvictionError(f"ratio={quote(self.ratio)}; allowed: a share of heads between 0 and 1, or None")
-        given = self.gates
-        table = read_gates(given) if isinstance(given, (str, PathLike)) else rows(given, "gates")
+        table = _table(self.gates)
         if wrong := [each for row in table for each in row if not 0 <= each <= 1]:
             raise EvictionError(f"gates hold {wrong[0]}; allowed: numbers between 0 and 1")
         object.__setattr__(self, "gates", table)
@@ -77,6 +79,8 @@ class Duo(Budget):
                 raise EvictionError(f"cache {quote(request.cache)} is no share of heads; allowed: 0 to 1, or ratio=…")
             share = 1 - kept
         gates = torch.tensor(self.gates, dtype=torch.float64)
+        if gates.shape[1] != request.n_sets:  # of query heads
+            gates = gates.unflatten(1, (request.n_sets, request.group)).amax(-1)
         lowest = gates.flatten().argsort(stable=True)[: int(share * gates.numel())]
         streaming = torch.zeros(gates.numel(), dtype=torch.bool)
         streaming[lowest] = True
@@ -84,8 +88,18 @@ class Duo(Budget):
 
     def _fits(self, request: Request) -> None:
         given, asked = [len(self.gates), len(self.gates[0])], [request.n_layers, request.n_sets]
-        if given != asked:
-            raise EvictionError(f"gates of shape {given}; allowed: {asked}, layers × kv heads")
+        wide = [request.n_layers, request.n_sets * request.group]
+        if given not in (asked, wide):
+            raise EvictionError(f"gates of shape {given}; allowed: {asked}, layers × kv heads, or {wide}, query heads")
+
+
+def _table(given: Any) -> Rows:
+    """Gates from whatever says them: a table, a TSV file, a profile, or a profile's file."""
+    if isinstance(given, (str, PathLike)):
+        if Path(given).suffix != ".json":
+            return read_gates(given)
+        given = read_profile(given)
+    return given.gates() if isinstance(given, HeadProfile) else rows(given, "gates")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvprobe.errors import DataError, EvictionError, quote
-from kvprobe.records import write_json
+from kvprobe.records import write_json, write_text
 
 Rows = tuple[tuple[float, ...], ...]
 REQUIRED = ("model", "kind", "n_layers", "n_heads", "scores")
@@ -59,6 +59,35 @@ class HeadProfile:
         """Query heads a layer, H."""
         return len(self.scores[0])
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a profile's file holds."""
+        return {name: getattr(self, name) for name in REQUIRED} | dict(self.facts)
+
+    def gates(self) -> Rows:
+        """DuoAttention's gates of query heads [L, H] in [0, 1]: scores over the largest score of the model.
+
+        Raises
+        ------
+        EvictionError
+            A negative score, or none above 0.
+        """
+        if (least := min(map(min, self.scores))) < 0:
+            raise EvictionError(f"the profile of {self.model} holds the score {least}; allowed: numbers ≥ 0")
+        if not (largest := max(map(max, self.scores))):
+            raise EvictionError(f"every head of {self.model} has the score 0; allowed: at least one score > 0")
+        return tuple(tuple(each / largest for each in row) for row in self.scores)
+
+    def check_model(self, name: str, source: str | PathLike[str]) -> None:
+        """Refuse a profile (read from ``source``) of another model than ``name``; folders before it do not count.
+
+        Raises
+        ------
+        DataError
+            It names another model.
+        """
+        if self.model.rsplit("/", 1)[-1] != name.rsplit("/", 1)[-1]:
+            raise DataError(f"{source} is a profile of {self.model!r}; allowed: one of {name!r}")
+
 
 def write_profile(profile: HeadProfile, path: str | PathLike[str]) -> Path:
     """Write a profile as JSON.
@@ -68,8 +97,7 @@ def write_profile(profile: HeadProfile, path: str | PathLike[str]) -> Path:
     RecordError
         ``path`` does not end in ``.json``, or cannot be written.
     """
-    named = {name: getattr(profile, name) for name in REQUIRED}
-    return write_json(named | dict(profile.facts), Path(path))
+    return write_json(profile.to_dict(), Path(path))
 
 
 def read_profile(path: str | PathLike[str], model: str | None = None) -> HeadProfile:
@@ -80,7 +108,7 @@ def read_profile(path: str | PathLike[str], model: str | None = None) -> HeadPro
     path
         A JSON file: ``model``, ``kind``, ``n_layers``, ``n_heads``, ``scores`` [L, H], and any other facts.
     model
-        The model that it must belong to; None asks nothing.
+        The model that it must belong to, by the last part of its name; None asks nothing.
 
     Raises
     ------
@@ -97,8 +125,8 @@ def read_profile(path: str | PathLike[str], model: str | None = None) -> HeadPro
     said, found = [content["n_layers"], content["n_heads"]], [profile.n_layers, profile.n_heads]
     if said != found:
         raise DataError(f"{path} says n_layers, n_heads = {quote(said)}, and its scores have shape {found}")
-    if model is not None and model != profile.model:
-        raise DataError(f"{path} is a profile of {profile.model!r}; allowed: one of {model!r}")
+    if model is not None:
+        profile.check_model(model, path)
     return profile
 
 
@@ -115,6 +143,20 @@ def read_gates(path: str | PathLike[str]) -> Rows:
         return rows([[float(value) for value in line] for line in lines], "gates")
     except (ValueError, EvictionError) as error:
         raise DataError(f"{path} is no table of layers × kv heads: {error}") from None
+
+
+def write_gates(path: str | PathLike[str], gates: Any) -> Path:
+    """Write gates [L, K] as :func:`read_gates` reads them: one line a layer, tabs between numbers, none rounded.
+
+    Raises
+    ------
+    EvictionError
+        No table of finite numbers.
+    RecordError
+        ``path`` does not end in ``.tsv``, or cannot be written.
+    """
+    lines = ["\t".join(map(repr, row)) for row in rows(gates, "gates")]
+    return write_text("\n".join(lines) + "\n", Path(path), ".tsv")
 
 
 def rows(values: Any, name: str) -> Rows:
