@@ -93,7 +93,7 @@ def subtitle(about: dict[str, Any]) -> str:
     """Model, task, sizes, seed."""
     tokens = about["tokens"]
     return (
-        f"{about['model']} · {about['task']}, {about['needles']} needles · {tokens['min']}–{tokens['max']} tokens · "
+        f"{about['model']} · {about['task']}, {about['needles']} needle{'s' * (about['needles'] != 1)} · {tokens['min']}–{tokens['max']} tokens · "
         f"n = {about['n_items']} items · seed {about['seed']}"
     )
 

@@ -63,8 +63,8 @@ def _reading(about: Mapping[str, Any], tasks: list[str]) -> str:
     fills = ("filled", "open", "grey")
     named = ", ".join(f"{fill}: {task}" for fill, task in zip(fills, tasks, strict=False))
     return (
-        "AUROC within an item, P(evidence token has more), mean over items; bars: 95 % over items (wide where all "
-        f"items agree). Above: all heads pooled ({named}). m is of V W_O in the L{about['norm']} norm. Below: masses of "
+        "AUROC within an item, P(evidence token has more), mean over items; bars: 95 % over items (wide where "
+        f"all agree). Above: all heads pooled ({named}). m is of V W_O in the L{about['norm']} norm. Below: masses of "
         f"every head, mean over items; lines at {about['sink']:g} (sink head) and {about['search']:g} (search head). "
         "All means over question and teacher-forced answer rows unless said otherwise. A secondary sink has the first "
         "position's direction by definition, and with it its value. Exploratory."
