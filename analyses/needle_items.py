@@ -91,10 +91,12 @@ def ran(model: Any, item: Item, arms: Sequence[Any], prefix: Any = None, keep_tr
 
 def subtitle(about: dict[str, Any]) -> str:
     """Model, task, sizes, seed."""
+    from kvprobe.plots.style import plural
+
     tokens = about["tokens"]
     return (
-        f"{about['model']} · {about['task']}, {about['needles']} needle{'s' * (about['needles'] != 1)} · {tokens['min']}–{tokens['max']} tokens · "
-        f"n = {about['n_items']} items · seed {about['seed']}"
+        f"{about['model']} · {about['task']}, {plural(about['needles'], 'needle')} · "
+        f"{tokens['min']}–{tokens['max']} tokens · n = {about['n_items']} items · seed {about['seed']}"
     )
 
 

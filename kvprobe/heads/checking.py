@@ -14,7 +14,7 @@ from kvprobe.errors import InterventionError, TaskError, quote
 from kvprobe.heads.evidence import Head, by_layer, context, evidence, forced, masked
 from kvprobe.heads.scanning import top as top_scored
 from kvprobe.inputs import count
-from kvprobe.outcomes import answer_logprobs, kl_divergence
+from kvprobe.outcomes import answer_logprobs, answer_match, kl_divergence
 from kvprobe.tasks.items import Item
 from kvprobe.tasks.scoring import string_match_all
 
@@ -34,7 +34,8 @@ class Causal:
     rows : DataFrame
         One row an item and arm: ``item, seed, arm`` (``top`` or ``random``), ``draw, heads`` (``layer:head …``),
         ``n_heads, delta_logprob`` (of the gold answer, masked − clean, nats), ``kl`` (nats, over the rows that predict
-        the answer), ``answered`` (the clean run answers the item), ``still_answered`` (this arm does).
+        the answer), ``answered`` (the clean run, decoding freely, writes the value), ``still_answered`` (with the gold
+        answer forced, each of its tokens is this arm's first choice).
     top : tuple of (layer, head)
         The heads that were chosen.
     summary : dict
@@ -129,8 +130,10 @@ def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Se
     sets = [("top", 0, chosen), *(("random", place, heads) for place, heads in enumerate(drawn))]
     spans, prefix = evidence(item), context(model, item)
     masks = [masked(spans, heads, name) for name, _, heads in sets]
-    clean, *outcomes = forced(model, item, [(), *masks], prefix, generate=len(item.answer_ids) + 8)
-    gold, answered = _logprob(clean, item), _answers(model, clean, item)
+    # Only the clean run decodes: one token at a time, a dozen arms would cost more than all the rest.
+    free = forced(model, item, [()], prefix, generate=len(item.answer_ids) + 8)[0]
+    clean, *outcomes = forced(model, item, [(), *masks], prefix)
+    gold, answered = _logprob(clean, item), _answers(model, free, item)
     return [
         {
             "item": number,
@@ -142,7 +145,7 @@ def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Se
             "delta_logprob": _logprob(outcome, item) - gold,
             "kl": float(kl_divergence(clean.logits[:-1], outcome.logits[:-1]).sum()),
             "answered": answered,
-            "still_answered": _answers(model, outcome, item),
+            "still_answered": bool(answer_match(outcome.logits[:-1], item.answer_ids).all()),
         }
         for (arm, draw, heads), outcome in zip(sets, outcomes, strict=True)
     ]

@@ -32,7 +32,9 @@ def asked(model, seeds, unanswered=()):
         item = masked_heads.item(seed)
         out = kp.intervene(model, item.prompt, [()], suffix=1, generate=len(item.answer_ids) + 8)[0]
         text = model.tokenizer.decode(out.generated, skip_special_tokens=True)
-        items.append(replace(item, references=("never written",) if seed in unanswered else (text[:2],)))
+        references = ("never written",) if seed in unanswered else (text[:2],)
+        gold = tuple(out.generated[:2]) or item.answer_ids  # what the clean run writes: some arms no longer do
+        items.append(replace(item, references=references, answer_ids=gold))
     return items
 
 
@@ -56,14 +58,12 @@ def test_every_arm_equals_plain_transformers_with_those_heads_masked(family, tin
         assert abs(delta) > 1e-3
 
 
-def test_answers_are_those_of_plain_decoding_with_the_heads_masked(checked, tiny, plain):
+def test_answers_are_those_of_plain_decoding_with_the_heads_masked(checked, plain):
     items, found = checked
-    model = tiny("llama")
-    for row in found.rows[found.rows["item"].isin([0, 2])].itertuples():
+    for row in found.rows.itertuples():
         item = items[row.item]
-        ids = masked_heads.written(plain("llama"), item, heads_of(row), len(item.answer_ids) + 8, eos=(2,))
-        text = model.tokenizer.decode(ids, skip_special_tokens=True)
-        assert row.still_answered == (item.references[0].lower() in text.lower())
+        ids = masked_heads.written(plain("llama"), item, heads_of(row), len(item.answer_ids))
+        assert row.still_answered == (tuple(ids) == item.answer_ids)
         assert row.answered == (row.item != 2)
     assert set(found.rows["still_answered"]) == {True, False}
 
