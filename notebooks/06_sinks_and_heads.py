@@ -124,7 +124,7 @@ plt.show()
 
 # %%
 checked = kp.heads.causal(model, gathered.scores, [item], k=10, draws=4)
-display(checked.rows[["arm", "draw", "n_heads", "delta_logprob", "kl", "still_answered"]].round(3))
+display(checked.rows[["arm", "draw", "n_heads", "delta_logprob", "kl", "unchanged"]].round(3))
 
 # %% [markdown]
 # One item is no test (`kvprobe heads` runs twelve). And one head at a time, all 270 of them, beside the closed form

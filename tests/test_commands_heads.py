@@ -75,7 +75,8 @@ def test_full_is_the_grid_of_the_source(monkeypatch):
     ("words", "said"),
     [
         ("--lengths 300,x", "lengths is '300,x', must be numbers with commas, like 300,600"),
-        ("--lengths ,", "lengths is (), must be one or more numbers, each once"),
+        ("--lengths ,", "lengths is ',', must be numbers with commas, like 300,600"),
+        ("--depths x", "depths is 'x', must be numbers with commas, like 0,50,100"),
         ("--depths 10,10", "depths is (10.0, 10.0), must be one or more numbers, each once"),
         ("--task niah_nothing", "no task 'niah_nothing', must be one of niah_single_1"),
         ("--reasoning-task nothing", "no task 'nothing', must be one of niah_single_1"),
@@ -101,7 +102,8 @@ def test_a_mistake_is_one_line(words, said, capsys):
         ("--lengths 60", "length 60 is too small for niah_single_2: the smallest length that works is"),
         ("--lengths 300 --depths 0,101", "depth is 101.0, must be a number from 0 to 100"),
         ("--lengths 300 --top 270", "top is 270, must be less than the model's 270 heads"),
-        ("--lengths 300 --length 40", "length 40 is too small"),
+        ("--lengths 300 --length 40", "the causal check: length 40 is too small"),
+        ("--lengths 300 --rule-cache 0.001", "rule cache 0.001 leaves no key to select at 250 tokens"),
     ],
 )
 def test_a_mistake_that_the_model_shows_comes_before_any_file(words, said, smol_path, tmp_path, capsys):
@@ -125,8 +127,11 @@ def test_json_has_the_keys_and_says_what_the_tables_say(done):
     assert score == scores.max() == scores[layer, head]
     assert found["seed"] == 5 and found["seeds"] == [5, 6] and found["model"] == "smollm2-135m"
     trials = tables["trials"]
-    assert len(trials) == 4 and set(trials["score"]) == {"retrieval"}  # both scores come from the same trials
-    assert found["retrieval"]["n_kept"] == int((trials["recall"] > 0.5).sum())
+    mine = trials[trials["score"] == "retrieval"]
+    assert len(trials) == 8 and len(mine) == 4  # both scores come from the same trials
+    for kind, measure in (("retrieval", "recall"), ("reasoning", "f1")):
+        rows = trials[trials["score"] == kind]
+        assert found[kind]["n_kept"] == int((rows[measure] > 0.5).sum()) == int(rows["kept"].sum())
     ranks = [tables["heads"][f"retrieval_seed_{seed}"].rank() for seed in (5, 6)]
     assert found["stability"]["rho"] == pytest.approx(float(np.corrcoef(*ranks)[0, 1]))
     assert found["stability"]["ci_low"] <= found["stability"]["rho"] <= 1
@@ -182,3 +187,16 @@ def test_what_is_printed_names_every_number(done):
         "first-layer rule",
     ):
         assert said in text
+
+
+def test_a_check_without_other_heads_says_why_and_loses_nothing_else(monkeypatch):
+    """All heads of their layers are the top set: nothing is left to compare with, after a long scan."""
+    from kvprobe.errors import InterventionError
+    from kvprobe.heads import Settings, measuring
+
+    def refused(*given, **more):
+        raise InterventionError("k=4: none is left to compare with")
+
+    monkeypatch.setattr(measuring, "causal", refused)
+    assert measuring._checked(None, Settings(), None, []) == (None, "no items were asked for (--items 0)")
+    assert measuring._checked(None, Settings(), None, [1]) == (None, "k=4: none is left to compare with")

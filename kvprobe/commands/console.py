@@ -32,6 +32,11 @@ def per_cent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
+def plural(n: int, word: str) -> str:
+    """``1 item``, ``2 items``."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
 def documents_line(summary: dict[str, Any]) -> str:
     """How many documents, of what length, and which."""
     n, tokens = summary["n_docs"], summary["tokens"]

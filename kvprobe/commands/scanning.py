@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, interval, per_cent, table_of, written
+from kvprobe.commands.console import console, interval, per_cent, plural, table_of, written
 from kvprobe.commands.running import Experiment
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ def print_heads(summary: dict[str, Any], out: Path | None) -> None:
     lengths, depths = summary["lengths"], summary["depths"]
     screen.print(
         f"heads of {summary['model']}: {summary['task']}, {len(lengths)} lengths ({min(lengths)}–{max(lengths)} tokens)"
-        f" × {len(depths)} depths × {summary['needles']} needles × {len(summary['seeds'])} seeds"
+        f" × {len(depths)} depths × {plural(summary['needles'], 'needle')} × "
+        f"{plural(len(summary['seeds']), 'seed')}"
     )
     for kind in ("retrieval", "reasoning"):
         screen.print(_kept(summary[kind], kind))
     screen.print(_top(summary))
     screen.print(_stability(summary))
-    if summary["causal"] is not None:
-        for line in _causal(summary["causal"]):
-            screen.print(line)
+    for line in _causal(summary["causal"]):
+        screen.print(line)
     if summary["knockouts"] is not None:
         screen.print(_knockouts(summary))
     screen.print(_rule(summary["first_layers"]))
@@ -76,8 +76,8 @@ def _kept(row: dict[str, Any], kind: str) -> str:
 
 def _top(summary: dict[str, Any]) -> Any:
     table = table_of(
-        "Heads with the largest scores: share of the value copied (retrieval), attention to it among the head's top "
-        "positions (reasoning, R2)",
+        f"Heads with the largest scores: share of the {summary['retrieval']['span']} copied (retrieval; above 1: "
+        "copied twice), attention to it among the head's top positions (reasoning, R2)",
         ("rank", "retrieval: layer, head", "score", "reasoning: layer, head", "score"),
     )
     found = [summary[kind]["top"][:SHOWN] for kind in ("retrieval", "reasoning")]
@@ -97,7 +97,15 @@ def _stability(summary: dict[str, Any]) -> str:
         return f"stability over seeds: {row['why']}{beside}"
     return (
         f"stability over seeds: Spearman {row['rho']:.2f} {interval(row)} over {row['n_heads']} heads (bootstrap over "
-        f"{row['n_cells']} cells of the grid), {per_cent(row['overlap'])} of the top {row['top_k']} shared{beside}"
+        f"{row['n_cells']} cells of the grid), {_overlap(row)}{beside}"
+    )
+
+
+def _overlap(row: dict[str, Any]) -> str:
+    return (
+        "no head scores above 0"
+        if row["overlap"] is None
+        else f"{per_cent(row['overlap'])} of the top {row['top_k']} (of scores above 0) shared"
     )
 
 
@@ -105,15 +113,19 @@ def _causal(row: dict[str, Any]) -> list[str]:
     if row["top_k"] is None:
         return [f"causal check: {row['why']}"]
     few = f" (cannot reject: {row['p_attainable']:.2g} is the smallest p)" if row["cannot_reject"] else ""
-    lines = [
-        f"evidence masked in the top {row['k']} heads: {row['top_k']:+.2f} nats of the answer's log-prob; in as many "
-        f"other heads of the same layers: {row['random_k']:+.2f} ({row['draws']} draws an item)",
+    others = (
+        f"as many other heads of the same layers: {row['random_k']:+.2f} ({plural(row['draws'], 'draw')} an item)"
+        if not row["short"]
+        else f"all {row['k'] - row['short']} other heads of the same layers ({row['short']} fewer: no fair "
+        f"comparison): {row['random_k']:+.2f}"
+    )
+    zero = f", {row['scored_zero']} of them with score 0" if row["scored_zero"] else ""
+    return [
+        f"evidence masked in the top {row['k']} heads{zero}: {row['top_k']:+.2f} nats of the answer's log-prob; "
+        f"in {others}",
         f"difference {row['difference']:+.2f} {interval(row)}, sign flip p {row['p_signflip']:.4f}{few}, n {row['n']} "
         f"answered of {row['n_items']}",
     ]
-    if row["short"]:
-        lines.append(f"{row['short']} random heads are missing: their layers have too few heads outside the top set")
-    return lines
 
 
 def _knockouts(summary: dict[str, Any]) -> str:
@@ -127,9 +139,10 @@ def _knockouts(summary: dict[str, Any]) -> str:
 
 
 def _rule(row: dict[str, Any]) -> str:
-    found = row["excluded"]
-    said = f"{'layer' if len(found) == 1 else 'layers'} {', '.join(map(str, found))}" if found else "no layer"
+    found, elsewhere = row["excluded"], row["n_failing_elsewhere"]
+    said = f"layer{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "no layer"
+    more = f"; {plural(elsewhere, 'head')} of other layers fail it, too" if elsewhere else ""
     return (
-        f"first-layer rule ({row['rule_text']}): excludes {said}; {row['n_failing_elsewhere']} heads of other layers "
-        "fail, too. --out writes it as exclude_layers.json, for --exclude-layers of other commands"
+        f"first-layer rule ({row['rule_text']}): excludes {said}{more}. --out writes it as exclude_layers.json, for "
+        "kvprobe niah --exclude-layers"
     )

@@ -14,7 +14,7 @@ from kvprobe.errors import InterventionError, TaskError, quote
 from kvprobe.heads.evidence import Head, by_layer, context, evidence, forced, masked
 from kvprobe.heads.scanning import top as top_scored
 from kvprobe.inputs import count
-from kvprobe.outcomes import answer_logprobs, answer_match, kl_divergence
+from kvprobe.outcomes import answer_logprobs, argmax_flips, kl_divergence
 from kvprobe.tasks.items import Item
 from kvprobe.tasks.scoring import string_match_all
 
@@ -34,8 +34,8 @@ class Causal:
     rows : DataFrame
         One row an item and arm: ``item, seed, arm`` (``top`` or ``random``), ``draw, heads`` (``layer:head …``),
         ``n_heads, delta_logprob`` (of the gold answer, masked − clean, nats), ``kl`` (nats, over the rows that predict
-        the answer), ``answered`` (the clean run, decoding freely, writes the value), ``still_answered`` (with the gold
-        answer forced, each of its tokens is this arm's first choice).
+        the answer), ``answered`` (the clean run, decoding freely, writes the value), ``unchanged`` (with the gold
+        answer forced, the first choice of every row is the clean run's).
     top : tuple of (layer, head)
         The heads that were chosen.
     summary : dict
@@ -145,7 +145,7 @@ def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Se
             "delta_logprob": _logprob(outcome, item) - gold,
             "kl": float(kl_divergence(clean.logits[:-1], outcome.logits[:-1]).sum()),
             "answered": answered,
-            "still_answered": bool(answer_match(outcome.logits[:-1], item.answer_ids).all()),
+            "unchanged": not bool(argmax_flips(clean.logits[:-1], outcome.logits[:-1]).any()),
         }
         for (arm, draw, heads), outcome in zip(sets, outcomes, strict=True)
     ]
@@ -188,7 +188,7 @@ def _tested(frame: pd.DataFrame, seed: int) -> dict[str, Any]:
     if not len(answered):
         empty = dict.fromkeys(("top_k", "random_k", "difference", "ci_low", "ci_high", "ci_method", "p_signflip"))
         return empty | counts | {"why": f"the clean run answers none of {frame['item'].nunique()} items"}
-    means = answered.groupby(["item", "arm"])[["delta_logprob", "kl", "still_answered"]].mean().unstack("arm")
+    means = answered.groupby(["item", "arm"])[["delta_logprob", "kl", "unchanged"]].mean().unstack("arm")
     paired = (means["delta_logprob"]["top"] - means["delta_logprob"]["random"]).to_numpy(float)
     interval, test = stats.mean_interval(paired, seed=seed), stats.sign_flip(paired, seed=seed)
     found: dict[str, Any] = {
@@ -204,6 +204,6 @@ def _tested(frame: pd.DataFrame, seed: int) -> dict[str, Any]:
         "n": test.n,
         "n_answered": len(paired),
     }
-    for name in ("kl", "still_answered"):
+    for name in ("kl", "unchanged"):
         found |= {f"{name}_{arm}": float(means[name][arm].mean()) for arm in ("top", "random")}
     return found

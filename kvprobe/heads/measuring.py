@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvprobe.errors import TaskError
+from kvprobe.errors import InterventionError, TaskError
 from kvprobe.eviction.budgets.profiles import HeadProfile
 from kvprobe.heads.checking import Causal, causal
 from kvprobe.heads.grid import Cell, Grid
@@ -52,6 +52,7 @@ class Scan:
     single: pd.DataFrame | None
     profiles: dict[str, HeadProfile] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+    why_unchecked: str | None = None
 
     def of(self, kind: str) -> tuple[Trial, ...]:
         """Trials of one kind of score."""
@@ -86,13 +87,13 @@ def scanned(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], 
     tried = time.perf_counter()
     scores = np.array(profiles["retrieval"].scores)
     items = [settings.check_item(model, index) for index in range(settings.items)]
-    checked = causal(model, scores, items, k=settings.k, draws=settings.draws, seed=settings.seed) if items else None
+    checked, why = _checked(model, settings, scores, items)
     after = time.perf_counter()
     single = knockouts(model, settings.check_item(model, 0), p=settings.p) if settings.knockouts else None
     ended = time.perf_counter()
     timings = {"trials_s": tried - begun, "causal_s": after - tried, "knockouts_s": ended - after}
     report = decide(seen, settings.rule)
-    return Scan(settings, first, reasoning, report, checked, single, profiles, timings)
+    return Scan(settings, first, reasoning, report, checked, single, profiles, timings, why)
 
 
 def validate(model: Any, settings: Settings) -> None:
@@ -103,8 +104,17 @@ def validate(model: Any, settings: Settings) -> None:
     heads = model.geometry.n_layers * model.geometry.n_heads
     if settings.k >= heads:
         raise TaskError(f"top is {settings.k}, must be less than the model's {heads} heads")
+    shortest = min(settings.grid.lengths) - settings.grid.new_tokens
+    if not settings.rule.stage1(shortest):
+        raise TaskError(
+            f"rule cache {settings.rule.cache:g} leaves no key to select at {shortest} tokens; allowed: at least "
+            f"{1 / (settings.rule.alpha * shortest):.2g}"
+        )
     if settings.items or settings.knockouts:
-        settings.check_item(model, 0)
+        try:
+            settings.check_item(model, 0)
+        except TaskError as error:
+            raise TaskError(f"the causal check: {error}") from None
 
 
 def _ends(grid: Grid) -> Sequence[Cell]:
@@ -121,6 +131,16 @@ def _trial(model: Any, settings: Settings, grid: Grid, cell: Cell, seen: list[di
 
     more: dict[str, Any] = {"span": settings.span, "new_tokens": grid.new_tokens, "look": look}
     return trial(model, cell, grid.item(model, cell), **more)
+
+
+def _checked(model: Any, settings: Settings, scores: Array, items: Sequence[Any]) -> tuple[Causal | None, str | None]:
+    """The causal check, or why there is none: after a long scan that is no reason to lose everything else."""
+    if not items:
+        return None, "no items were asked for (--items 0)"
+    try:
+        return causal(model, scores, items, k=settings.k, draws=settings.draws, seed=settings.seed), None
+    except InterventionError as error:
+        return None, str(error)
 
 
 def _profiles(

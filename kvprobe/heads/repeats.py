@@ -27,7 +27,8 @@ class Stability(Record):
     """Agreement of two seeds.
 
     ``rho`` is NaN where a seed's scores are all the same; ``undefined`` counts resamples without one, which are left
-    out of the interval. ``overlap`` is the share of the ``top_k`` heads that both seeds name.
+    out of the interval. ``overlap`` is the share of the ``top_k`` heads that both seeds name, of those with a score
+    above 0 (None where there are none).
     """
 
     rho: float
@@ -38,7 +39,7 @@ class Stability(Record):
     n_heads: int
     n_kept: tuple[int, int]
     top_k: int
-    overlap: float
+    overlap: float | None
     undefined: int
     resamples: int
     level: float
@@ -83,7 +84,8 @@ def stability(
     usable = len(drawn) > 0 and len(ours) > 1 and math.isfinite(rho)
     tails = ((1 - level) / 2, (1 + level) / 2)
     low, high = np.quantile(drawn, tails) if usable else (math.nan, math.nan)
-    named = [{(layer, head) for layer, head, _ in top(mean.scores, k)} for mean in means]
+    named = [{(layer, head) for layer, head, score in top(mean.scores, k) if score > 0} for mean in means]
+    most = max(map(len, named))
     return Stability(
         rho=rho,
         ci_low=float(low),
@@ -93,7 +95,7 @@ def stability(
         n_heads=means[0].scores.size,
         n_kept=(means[0].n_kept, means[1].n_kept),
         top_k=k,
-        overlap=len(named[0] & named[1]) / max(len(named[0]), 1),
+        overlap=len(named[0] & named[1]) / most if most else None,
         undefined=resamples - len(drawn),
         resamples=resamples,
         level=level,

@@ -115,8 +115,8 @@ def gather(trials: Sequence[Trial], kind: str = "retrieval", threshold: float = 
     if not kept:
         best = max((getattr(each, KINDS[_known(kind)]) for each in trials), default=0.0)
         raise TaskError(
-            f"none of {len(trials)} trials has {KINDS[kind]} > {threshold:g} (best {best:.2f}): the model does not "
-            "answer, and its heads have no scores; allowed: shorter lengths, an easier task, or a lower threshold"
+            f"none of {len(trials)} trials has {KINDS[kind]} > {threshold:g} (best {best:.2f}): no answer "
+            "holds the value, so heads have no scores; allowed: shorter lengths, an easier task, more new tokens"
         )
     return Gathered(np.mean(kept, axis=0), len(trials), len(kept))
 

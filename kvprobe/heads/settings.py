@@ -35,7 +35,8 @@ class Settings:
         A head at or above it is a retrieval head.
     k, draws, items, length
         The causal check: so many top heads against so many draws of other heads of the same layers, on so many items
-        of this length (None: the grid's longest) that share nothing with the trials.
+        of this length (None: the grid's longest; like the grid's it leaves ``new_tokens`` free). Their needles are not
+        the trials'; the essays around them are.
     knockouts
         Mask the evidence in one head at a time, for all heads, on the first item of the check.
     rule
@@ -86,7 +87,7 @@ class Settings:
 
     def check_item(self, model: Any, index: int) -> Item:
         """Make item ``index`` of the causal check."""
-        options = {"decoys": 0, "distractors": 0} | dict(self.grid.options)
+        options = {"distractors": 0} | dict(self.grid.options) | {"tokens_to_generate": self.grid.new_tokens}
         seed = CAUSAL_SEEDS + self.seed * 10_000 + index
         return tasks.make(self.grid.task, model, length=self.check_length, seed=seed, **options)
 
@@ -126,7 +127,11 @@ def _full(given: Mapping[str, Any], shape: dict[str, Any]) -> Grid:
 
 def _numbers(name: str, text: str) -> tuple[Any, ...]:
     """Whole lengths, or depths in per cent, from a comma-separated list."""
+    kind, example = (int, "300,600") if name == "lengths" else (float, "0,50,100")
     try:
-        return tuple(int(word) if name == "lengths" else float(word) for word in words(text))
+        found = tuple(kind(word) for word in words(text))
     except ValueError:
-        raise TaskError(f"{name} is {quote(text)}, must be numbers with commas, like 300,600") from None
+        found = ()
+    if not found:
+        raise TaskError(f"{name} is {quote(text)}, must be numbers with commas, like {example}")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def summarise(scan: Scan) -> dict[str, Any]:
         "reasoning": _scored(scan, "reasoning"),
         "rank_correlation": _correlation(scores["retrieval"], scores["reasoning"]),
         "stability": _stable(scan),
-        "causal": None if scan.causal is None else scan.causal.summary,
+        "causal": {"top_k": None, "why": scan.why_unchecked} if scan.causal is None else scan.causal.summary,
         "knockouts": None if scan.single is None else agreement(scan.single),
         "first_layers": scan.rule,
         "profile": None,
@@ -75,7 +76,8 @@ def _stable(scan: Scan) -> dict[str, Any]:
         found = stability(groups[0], groups[1], k=scan.settings.k, seed=scan.settings.seed)
     except TaskError as error:
         return empty | {"why": str(error)}
-    return found.to_dict()
+    constant = {"why": "a seed's scores are all the same"} if math.isnan(found.rho) else {}
+    return found.to_dict() | ({"rho": None} | constant if constant else {})
 
 
 def by_seed(trials: Sequence[Trial], seed: int) -> list[Trial]:

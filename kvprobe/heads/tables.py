@@ -52,13 +52,11 @@ class Result:
         return frame.assign(excluded=np.isin(layer, self.scan.rule["excluded"]))
 
     def trials(self) -> pd.DataFrame:
-        """One row a trial of either score."""
+        """One row a score × trial: where one task gives both scores, each of its trials stands twice."""
         import pandas as pd
 
         rows = []
         for kind in ("retrieval", "reasoning"):
-            if kind == "reasoning" and self.scan.reasoning_trials is self.scan.trials:
-                continue
             rows += [
                 {"score": kind, "task": self.summary[kind]["task"]} | _row(each, kind) for each in self.scan.of(kind)
             ]

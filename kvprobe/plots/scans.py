@@ -75,11 +75,10 @@ def scores_by_head(heads: pd.DataFrame, trials: pd.DataFrame, summary: Mapping[s
         left.set_title(
             f"{NAMES[kind]}, {row['task']}: {row['n_heads_at_threshold']} of {len(heads)} heads ≥ {row['threshold']:g}"
         )
-        known = set(trials["score"])
-        _answered(right, trials[trials["score"] == (kind if kind in known else "retrieval")], row)
+        _answered(right, trials[trials["score"] == kind], row)
     headline(
         figure,
-        "Which heads search?",
+        "Retrieval and reasoning scores of every head",
         f"{_about(summary)}. Retrieval: share of the value that the head copies (its first choice is the token "
         "written); reasoning: attention to the value among the head's top positions.",
         f"Circles: the top {MARKED}. Right: trials whose answer counts. Means over those trials.",
@@ -124,7 +123,8 @@ def scores_by_seed(heads: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
         figure,
         "The same heads with other needles?",
         f"{summary['model']}, {summary['task']}. Spearman {row['rho']:.2f} {_ends(row)} over {row['n_heads']} heads.",
-        f"Labels: layer.head. Interval: bootstrap over {row['n_cells']} cells of the grid (errs to the low side).",
+        f"Labels: layer.head, where there is room. Interval: bootstrap over {row['n_cells']} cells of the grid (errs "
+        "to the low side).",
     )
     return figure
 
@@ -138,7 +138,15 @@ def top_against_random(rows: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     for place, (_, mine) in enumerate(answered.groupby("item", sort=True)):
         top, drawn = (mine.loc[mine["arm"] == arm, "delta_logprob"] for arm in ("top", "random"))
         ax.plot([place, place], [float(top.mean()), float(drawn.mean())], color=GREY, linewidth=0.8, zorder=1)
-        ax.plot(np.full(len(drawn), place), drawn, linestyle="none", marker=".", color="#9A9A9A", markersize=4)
+        ax.plot(
+            np.full(len(drawn), place + 0.16),
+            drawn,
+            linestyle="none",
+            marker=".",
+            color="#9A9A9A",
+            markersize=4,
+            label="" if place else "random heads, one draw",
+        )
         ax.plot(
             [place],
             [drawn.mean()],
@@ -146,7 +154,7 @@ def top_against_random(rows: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
             color=BLUE,
             markersize=6,
             linestyle="none",
-            label="" if place else "random heads",
+            label="" if place else "random heads, mean",
         )
         ax.plot(
             [place],
@@ -159,17 +167,19 @@ def top_against_random(rows: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
         )
     ax.axhline(0, color=GREY, linewidth=0.8, linestyle=":")
     ax.set(xlabel="item that the clean run answers", ylabel="Δ log-prob of the answer, nats")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlim(-0.5, answered["item"].nunique() - 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     row = summary["causal"]
+    few = ", the smallest that is attainable" if row["cannot_reject"] else ""
+    fewer = f" Only {row['k'] - row['short']} other heads are there: no fair comparison." if row["short"] else ""
     handles, _ = ax.get_legend_handles_labels()
     headline(
         figure,
         f"Evidence masked in the top {row['k']} retrieval heads alone",
         f"{summary['model']}, {summary['task']}, {plural(row['n'], 'item')}: {signed(row['top_k'])} against "
         f"{signed(row['random_k'])} nats in other heads of the same layers; difference {signed(row['difference'])} "
-        f"{_ends(row)}, sign flip p {row['p_signflip']:.2g}.",
-        f"Dots: {row['draws']} draws an item, square: their mean. These items share nothing with the trials that "
-        "named the heads.",
+        f"{_ends(row)}, sign flip p {row['p_signflip']:.2g}{few}.{fewer}",
+        "Other needles than those of the trials that named the heads; the filler essays are the same.",
         handles,
     )
     return figure
@@ -236,7 +246,8 @@ def diffuse_layers(heads: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     lower.set(ylabel="entropy ÷\nln(visible keys)", xlabel="layer")
     lower.set_xlim(-0.6, float(heads["layer"].max()) + 0.6)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-    excluded = f"layers {', '.join(map(str, row['excluded']))}" if row["excluded"] else "none"
+    found = row["excluded"]
+    excluded = f"layer{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "none"
     headline(
         figure,
         "Which layers attend too diffusely?",

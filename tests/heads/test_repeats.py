@@ -95,3 +95,18 @@ def test_other_cells_are_refused():
         stability(trials(1) + trials(1), trials(2))
     with pytest.raises(TaskError, match="none of 8 trials has recall"):
         stability(trials(1), trials(2, missed=range(8)))
+
+
+def test_heads_without_a_score_are_not_shared():
+    """Index order must not make two seeds agree: heads with score 0 fill up a top k, but nobody named them."""
+
+    def only(seed, **scores):
+        table = np.zeros(SHAPE)
+        for place, score in scores.items():
+            table.flat[int(place[1:])] = score
+        return [Trial(Cell(300 + i, 50, 0, seed), 9, "v", "t", 1.0, 1.0, table, table, 0.0) for i in range(3)]
+
+    assert stability(only(0, h11=1.0), only(1, h10=1.0), k=10, resamples=20).overlap == 0
+    assert stability(only(0, h11=1.0), only(1, h11=1.0, h10=0.5), k=10, resamples=20).overlap == 0.5
+    nothing = stability(only(0), only(1), k=10, resamples=20)
+    assert nothing.overlap is None and np.isnan(nothing.rho)

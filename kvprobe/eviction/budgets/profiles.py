@@ -169,6 +169,8 @@ def rows(values: Any, name: str) -> Rows:
     widths = sorted({len(row) for row in result})
     if len(widths) != 1 or widths[0] == 0:
         raise EvictionError(f"{name} has rows of {quote(widths)} numbers; allowed: one length ≥ 1 for every layer")
+    if any(isinstance(each, bool) for row in table for each in row):
+        raise EvictionError(f"{name}={quote(values)}; allowed: a table of numbers, not of true and false")
     if bad := [(i, j) for i, row in enumerate(result) for j, each in enumerate(row) if not math.isfinite(each)]:
         layer, head = bad[0]
         raise EvictionError(f"{name} is {result[layer][head]} at layer {layer}, head {head}; allowed: finite numbers")
