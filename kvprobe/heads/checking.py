@@ -13,6 +13,7 @@ from kvprobe import stats
 from kvprobe.errors import InterventionError, TaskError, quote
 from kvprobe.heads.evidence import Head, by_layer, context, evidence, forced, masked
 from kvprobe.heads.scanning import top as top_scored
+from kvprobe.heads.trials import greedy
 from kvprobe.inputs import count
 from kvprobe.outcomes import answer_logprobs, argmax_flips, kl_divergence
 from kvprobe.tasks.items import Item
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 Row = dict[str, Any]
+MORE_TOKENS = 8
+"""Tokens that may be written beyond the gold answer's length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +134,12 @@ def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Se
     spans, prefix = evidence(item), context(model, item)
     masks = [masked(spans, heads, name) for name, _, heads in sets]
     # Only the clean run decodes: one token at a time, a dozen arms would cost more than all the rest.
-    free = forced(model, item, [()], prefix, generate=len(item.answer_ids) + 8)[0]
+    text = model.tokenizer.decode(
+        greedy(model, item, len(item.answer_ids) + MORE_TOKENS, prefix), skip_special_tokens=True
+    )
+    answered = bool(string_match_all(text, item.references) == 1.0)
     clean, *outcomes = forced(model, item, [(), *masks], prefix)
-    gold, answered = _logprob(clean, item), _answers(model, free, item)
+    gold = _logprob(clean, item)
     return [
         {
             "item": number,
@@ -154,12 +160,6 @@ def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Se
 def _logprob(outcome: Any, item: Item) -> float:
     """ln p of the gold answer; the last row of logits lies behind it."""
     return float(answer_logprobs(outcome.logits[:-1], item.answer_ids).sum())
-
-
-def _answers(model: Any, outcome: Any, item: Item) -> bool:
-    """Whether what was decoded holds all references."""
-    text = model.tokenizer.decode(outcome.generated, skip_special_tokens=True)
-    return bool(string_match_all(text, item.references) == 1.0)
 
 
 def _about(

@@ -50,10 +50,10 @@ def by_layer(heads: Iterable[Head]) -> dict[int, list[int]]:
     return found
 
 
-def forced(model: Any, item: Item, arms: Sequence[Any], prefix: Any, generate: int = 0) -> list[Any]:
+def forced(model: Any, item: Item, arms: Sequence[Any], prefix: Any) -> list[Any]:
     """Outcomes of arms over one prefix, with the logits of the rows that predict the answer (and of the one behind)."""
     options: Mapping[str, Any] = {"suffix": len(item.prompt) - item.context_stop, "continuation": item.answer_ids}
-    more: Mapping[str, Any] = {"prefix": prefix, "generate": generate, "logits": "continuation", "keep_trace": False}
+    more: Mapping[str, Any] = {"prefix": prefix, "logits": "continuation", "keep_trace": False}
     found: list[Any] = runs.intervene(model, item.prompt, list(arms), **options, **more)
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvprobe import runs
+from kvprobe import engine, runs
 from kvprobe.errors import TaskError
 from kvprobe.heads.overlap import rouge1_recall, token_f1
 from kvprobe.inputs import count
@@ -19,6 +19,8 @@ from kvprobe.traces import Trace
 
 SPANS = ("value", "needle")
 NEW_TOKENS = 50
+TRIES = 2
+"""Passes that try the gold answer: at once, and behind what the model writes before it (a colon, for instance)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +80,54 @@ def decoded(model: Any, item: Item, *, span: str = "value", new_tokens: int = NE
     n = len(item.prompt)
     new_tokens = count("new_tokens", new_tokens, 1)
     prefix = runs.prefill(model, item.prompt, n - item.prompt.pad - 1)
-    free = runs.intervene(
-        model, item.prompt, KVMask([]), suffix=1, generate=new_tokens, prefix=prefix, keep_trace=False
-    )
-    written = first_line(model, free.generated)
+    written = first_line(model, greedy(model, item, new_tokens, prefix))
     # The last written token is read by no row that writes another.
     whole = item.prompt.extended(written[:-1]) if len(written) > 1 else item.prompt
     trace = runs.observe(model, whole, list(range(n - 1, len(whole))), prefix=prefix)
     text = model.tokenizer.decode(written, skip_special_tokens=True)
     (value,) = item.references
     return Decoded(item, where, written, text, trace, rouge1_recall(text, value), token_f1(text, value))
+
+
+def greedy(model: Any, item: Item, new_tokens: int, prefix: Any) -> list[int]:
+    """What the model writes greedily, without the end of the text: the same tokens as one step after another, sooner.
+
+    A pass over several rows costs little more than one over a single row, so the gold answer is tried first: the rows
+    that would have written it are taken over, and the first one that would not says what comes instead. After
+    :data:`TRIES` passes of this kind the rest is decoded token by token.
+    """
+    written: list[int] = []
+    gold, ends = list(item.answer_ids), engine.end_of_sequence(model)
+    for _ in range(TRIES if gold else 0):
+        said = _said(model, _after(item, written), gold, prefix)
+        right = next((t for t, token in enumerate(gold) if said[t] != token), len(gold))
+        for token in said[: right + 1]:
+            if token in ends or len(written) == new_tokens:
+                return written
+            written.append(token)
+        if right == len(gold):
+            break
+    rest = new_tokens - len(written)
+    if not rest:
+        return written
+    free = runs.intervene(
+        model, _after(item, written), KVMask([]), suffix=1, generate=rest, prefix=prefix, keep_trace=False
+    )
+    return written + list(free.generated)
+
+
+def _after(item: Item, written: Sequence[int]) -> Any:
+    """The prompt with what is written so far."""
+    return item.prompt.extended(tuple(written)) if written else item.prompt
+
+
+def _said(model: Any, prompt: Any, guess: Sequence[int], prefix: Any) -> list[int]:
+    """First choices of the rows that would write a guess, and of the one behind it."""
+    forced = runs.intervene(
+        model, prompt, KVMask([]), suffix=1, continuation=list(guess), prefix=prefix, keep_trace=False
+    )
+    chosen: list[int] = forced.logits.argmax(-1).tolist()
+    return chosen
 
 
 def first_line(model: Any, generated: Sequence[int]) -> tuple[int, ...]:

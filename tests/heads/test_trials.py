@@ -204,3 +204,44 @@ def test_the_answer_ends_with_its_first_line(pieces, kept):
 
     model = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: "".join(pieces[token] for token in ids)))
     assert first_line(model, range(len(pieces))) == tuple(range(kept))
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_an_answer_that_is_tried_is_the_one_that_is_stepped_through(smol, monkeypatch, seed):
+    """Guessed right, wrong, too short, too early, or not at all: the same tokens as decoding one by one."""
+    from dataclasses import replace
+
+    from kvprobe import runs, tasks
+    from kvprobe.heads import trials
+    from kvprobe.interventions import KVMask
+
+    item = tasks.make("niah_single_2", smol, length=320, seed=seed, tokens_to_generate=20, distractors=0)
+    prefix = runs.prefill(smol, item.prompt, len(item.prompt) - 1)
+    options = {"suffix": 1, "prefix": prefix, "keep_trace": False}
+    for new_tokens in (1, 5, 20):
+        stepped = runs.intervene(smol, item.prompt, KVMask([]), generate=new_tokens, **options).generated
+        assert 0 < len(stepped) <= new_tokens
+        wrong = (*item.answer_ids[:3], item.answer_ids[0], *item.answer_ids[4:])
+        for guess in (item.answer_ids, wrong, item.answer_ids[:-2], item.answer_ids[2:], tuple(stepped), ()):
+            assert trials.greedy(smol, replace(item, answer_ids=guess), new_tokens, prefix) == list(stepped)
+
+
+def test_no_step_is_taken_where_the_whole_text_was_guessed(tiny, monkeypatch):
+    from types import SimpleNamespace
+
+    from kvprobe.heads import trials
+
+    model, item = tiny("llama"), head_trials.item(tiny("llama"), "ab", "cd", "d", "ef")
+    eos, said = sorted(trials.engine.end_of_sequence(model))[0], iter([[5, 6, 7], [9, 5, 6], [5, 6, 7]])
+    monkeypatch.setattr(trials, "_said", lambda *given: next(said))
+    monkeypatch.setattr(trials.runs, "intervene", lambda *given, **more: SimpleNamespace(generated=[8]))
+
+    def written(guess, new_tokens=9):
+        from dataclasses import replace
+
+        return trials.greedy(model, replace(item, answer_ids=guess), new_tokens, None)
+
+    assert written((5, 6)) == [5, 6, 7, 8]  # the guess, the row behind it, and what was stepped through
+    assert written((5, 6)) == [9, 5, 6, 7, 8]  # a token before the guess, then the guess
+    monkeypatch.setattr(trials, "_said", lambda *given: [5, 6, eos])
+    assert written((5, 6)) == [5, 6] and written((5, 6), 1) == [5]
