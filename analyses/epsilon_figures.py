@@ -53,7 +53,7 @@ def epsilon_sensitivity(df: pd.DataFrame) -> Figure:
     for ax in axes[1, :2]:
         ax.axhline(0, color="black", linewidth=0.8)
     _panel(axes[1, 2], df, kept, f"(c) choices against ε = {power(about['reference'])}", "part of entries")
-    headline(figure, "Which conclusions depend on ε?", f"{subtitle(about)} · {about['base']} + two_stage", _note(about))
+    headline(figure, "Do conclusions depend on ε?", f"{subtitle(about)} · {about['base']} + two_stage", _note(about))
     return figure
 
 

@@ -19,7 +19,7 @@ from common import Analysis, progress, words
 from epsilon_overlaps import leading, overlap
 from epsilon_verdicts import conclusions
 from needle_items import Made, numbers, subtitle
-from sink_items import averaged, needle_options, needles, observed, said, sorted_keys
+from sink_items import averaged, log_ratio, needle_options, needles, observed, said, sorted_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,14 +176,12 @@ def _row(part: str, quantity: str, epsilon: float, value: float | None, cache: f
 
 
 def compared(row: dict[str, Any], keys: dict[str, list[int]]) -> dict[str, float]:
-    """Value masses of buckets, and how much more the evidence has (log2), in sum and per token."""
-    import math
-
+    """Value masses of buckets, and how much more the evidence has (log2; NaN where windows hide either)."""
     sums, each = row["value_mass"], row["value_mass_per_token"]
     found = {f"mass {name}": sums[name] for name in ("first4", "evidence", "other")}
     for other in ("first4", "other"):
         for label, table in (("", sums), (" per token", each)):
-            found[f"evidence / {other}{label}"] = math.log2(table["evidence"] / table[other])
+            found[f"evidence / {other}{label}"] = log_ratio(table["evidence"], table[other])
     return found
 
 
@@ -211,12 +209,17 @@ def selector_rows(model: Any, item: Item, index: int, asked: Plan) -> list[dict[
             mine = float(L[name, share])
             values = {
                 "L": mine,
-                "change": 100 * (mine / float(L[reference, share]) - 1),
-                "gain": 100 * (mine / float(L[base.name, share]) - 1),
+                "change": percent(mine, float(L[reference, share])),
+                "gain": percent(mine, float(L[base.name, share])),
                 **overlap(keep[name, cache], keep[reference, cache], stage1, evidence),
             }
             found += [_row("selector", what, epsilon, value, share) for what, value in values.items()]
     return found
+
+
+def percent(mine: float, other: float) -> float:
+    """Change against another L in per cent; NaN where nothing is lost there, because windows hide what is evicted."""
+    return 100 * (mine / other - 1) if other else float("nan")
 
 
 def over_items(items: pd.DataFrame, seed: int) -> pd.DataFrame:

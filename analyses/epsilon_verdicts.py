@@ -45,17 +45,22 @@ def _selector(at: dict[tuple[str, float], dict[str, Any]]) -> str:
 def _sentence(row: dict[str, Any], plain: dict[str, Any], at: dict[Any, Any], reference: float) -> str:
     mean = {name: each["mean"] for name, each in plain.items()}
     kept = ", ".join(
-        f"at {100 * cache:g} % cache L {at['change', cache]['mean']:+.1f} % and {100 * each['mean']:.0f} % the same"
+        f"at {100 * cache:g} % cache L {_form(at['change', cache]['mean'], '+.1f', ' %')} and "
+        f"{_form(100 * each['mean'], '.0f', ' %')} the same"
         for (name, cache), each in at.items()
         if name == "kept_second"
     )
     return (
         f"s^val: {_said(row['evidence_first4'], 'first4')}, {_said(row['evidence_other'], 'other')}; AUROC above "
-        f"first4 {mean['auroc']:.2f} ({row['auroc']}). Order as at 0: {mean['order']:.2f}; top shared: in a head "
-        f"{100 * mean['top_heads']:.0f} %, pooled {100 * mean['top_pooled']:.0f} %. ρ_ε follows {row['ratio']} (m "
-        f"{mean['value']:+.2f}, −s {mean['rarity']:+.2f}). Second stage against ε = {reference:g}: {kept}; its L "
-        f"against none: {row['selector']}."
+        f"first4 {_form(mean['auroc'], '.2f')} ({row['auroc']}). Order as at 0: {_form(mean['order'], '.2f')}; "
+        f"top shared: in a head {100 * mean['top_heads']:.0f} %, pooled {100 * mean['top_pooled']:.0f} %. ρ_ε follows "
+        f"{row['ratio']} (m {mean['value']:+.2f}, −s {mean['rarity']:+.2f}). Second stage against ε = {reference:g}: "
+        f"{kept}; its L against none: {row['selector']}."
     )
+
+
+def _form(value: float, form: str, unit: str = "") -> str:
+    return "undefined" if value != value else f"{value:{form}}{unit}"
 
 
 def _said(more: str, other: str) -> str:

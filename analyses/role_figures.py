@@ -32,7 +32,10 @@ def head_roles(df: pd.DataFrame, quantities: Mapping[str, str]) -> Figure:
     if knocked:
         _effects(figure.add_subplot(grid[1, 1]), df)
     headline(
-        figure, "Which heads rest, which copy, and whose output needs the evidence?", subtitle(about), _note(about)
+        figure,
+        "Attention on the first position, copying, and effect of the evidence, head by head",
+        subtitle(about),
+        _note(about),
     )
     return figure
 

@@ -33,7 +33,8 @@ ROWS = {"suffix": "question and answer rows", "answer": "rows that predict the a
 @styled
 def sink_or_search(df: pd.DataFrame, classes: Mapping[str, str], measures: Mapping[str, str]) -> Figure:
     """A column a contrast: pooled AUROC above, by layer below (a row a task); last, heads by their two masses."""
-    tasks = list(dict.fromkeys(df["task"]))
+    tasks = list(df.attrs["about"]["tasks"])  # of a task whose windows hide the evidence df has no row
+    heads, kinds = df.attrs["tables"]["heads"], df.attrs["tables"]["kinds"]
     figure = sheet(9.8, 3.9 + 2.1 * (1 + len(tasks)))
     grid = figure.add_gridspec(2 + len(tasks), len(classes), height_ratios=(1.2, *[1.0] * len(tasks), 1.3))
     for column, (contrast, name) in enumerate(classes.items()):
@@ -41,8 +42,7 @@ def sink_or_search(df: pd.DataFrame, classes: Mapping[str, str], measures: Mappi
         _pooled(figure.add_subplot(grid[0, column]), rows, tasks, measures, f"evidence above\n{name}", not column)
         for place, task in enumerate(tasks, 1):
             ax = figure.add_subplot(grid[place, column])
-            _by_layer(ax, rows[rows["task"] == task], task if not column else "", df["layer"].max())
-    heads, kinds = df.attrs["tables"]["heads"], df.attrs["tables"]["kinds"]
+            _by_layer(ax, rows[rows["task"] == task], task if not column else "", heads["layer"].max())
     panels = [(task, rows) for task in tasks for rows in ROWS]
     lower, axes = grid[-1, :].subgridspec(1, len(panels)), []
     for place, (task, rows) in enumerate(panels):
@@ -98,7 +98,7 @@ def _by_layer(ax: Any, rows: pd.DataFrame, label: str, last: int) -> None:
             ax.plot(mine["layer"], mine["mean"], **SCORES[name], markersize=3, linewidth=1.0, label=name)
             ax.fill_between(mine["layer"], mine["low"], mine["high"], color=SCORES[name]["color"], alpha=0.15, lw=0)
     if rows.empty:
-        ax.text(0.5, 0.5, "no such tokens", transform=ax.transAxes, ha="center", va="bottom", color=GREY)
+        ax.text(0.5, 0.5, "no such tokens seen", transform=ax.transAxes, ha="center", va="bottom", color=GREY)
     ax.set(xlim=(-0.6, last + 0.6), ylim=(-0.03, 1.03), xlabel="layer", ylabel=f"AUROC\n{label}" if label else "")
 
 

@@ -36,6 +36,15 @@ def needles(model: Any, asked: dict[str, Any], items: int, length: int = 1500) -
     return found
 
 
+def together(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is said of the items of several tasks at once; ``needles`` is a number where all tasks plant as many."""
+    tokens = [size for about in every for size in about["tokens"].values()]
+    named, planted = [about["task"] for about in every], [about["needles"] for about in every]
+    needles = planted[0] if len(set(planted)) == 1 else "/".join(map(str, planted))
+    found = {"tasks": named, "task": " and ".join(named), "needles": needles}
+    return every[0] | found | {"tokens": {"min": min(tokens), "max": max(tokens)}}
+
+
 def answer_rows(item: Item) -> list[int]:
     """The rows that predict the answer's tokens: the last of the prompt, and all but the last of the answer."""
     last = len(item.prompt) - 1
@@ -97,6 +106,13 @@ def averaged(values: Sequence[float | None], seed: int, kind: str = "mean") -> d
     bounds = {"part": (0.0, 1.0), "correlation": (-1.0, 1.0)}.get(kind)
     found = auroc_interval(kept, seed=seed) if kind == "auroc" else mean_interval(kept, seed=seed, bounds=bounds)
     return {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n, "excluded": len(values) - found.n}
+
+
+def log_ratio(above: float | None, below: float | None) -> float:
+    """log2 of a ratio; NaN where a side is nothing, because no row sees its keys."""
+    import math
+
+    return math.log2(above / below) if above and below else float("nan")
 
 
 def spearman(x: Any, y: Any) -> float:

@@ -30,6 +30,7 @@ from sink_items import (
     said,
     sorted_keys,
     spearman,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -234,10 +235,7 @@ def counted(heads: pd.DataFrame) -> dict[str, Any]:
 
 
 def _about(model: Any, asked: Plan) -> dict[str, Any]:
-    every = [made.about(model) for made in asked.made]
-    tokens = [size for about in every for size in about["tokens"].values()]
-    about = every[0] | {"tasks": [about["task"] for about in every], "task": " and ".join(a["task"] for a in every)}
-    about |= {"tokens": {"min": min(tokens), "max": max(tokens)}, "needles": "/".join(str(a["needles"]) for a in every)}
+    about = together([made.about(model) for made in asked.made])
     settings = {"norm": asked.p, "epsilon": asked.epsilon, "sink": asked.sink, "search": asked.search}
     return about | settings | {"semantics": SEMANTICS, "exploratory": True}
 

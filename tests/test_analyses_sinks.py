@@ -511,6 +511,34 @@ def test_a_model_that_answers_nothing_has_no_retrieval_scores(folder, capsys):
     assert "recall > 0.5" in capsys.readouterr().err
 
 
+def test_what_windows_hide_has_no_ratio_and_no_change():
+    shared, sweep = script("analyses", "sink_items"), script("analyses", "epsilon_sensitivity")
+    assert shared.log_ratio(8.0, 2.0) == 2
+    assert all(math.isnan(shared.log_ratio(*pair)) for pair in ((None, 1.0), (1.0, None), (0.0, 1.0), (1.0, 0.0)))
+    assert sweep.percent(3.0, 2.0) == 50 and math.isnan(sweep.percent(0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["sink_or_search", "epsilon_sensitivity"])
+def test_windows_that_hide_all_evidence_end_no_run(name, tmp_path, capsys):
+    import tiny
+
+    model = tiny.save("mistral", tmp_path / "tiny", max_position_embeddings=4096)
+    words = ["--model", str(model), "--items", "1", "--length", "700", "--task", "niah_single_2"]
+    assert script("analyses", name).main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "nan" not in capsys.readouterr().out.lower() and (tmp_path / "out" / f"{name}.png").exists()
+
+
+def test_items_of_several_tasks_are_described_at_once():
+    module = script("analyses", "sink_items")
+    one = {"task": "a", "needles": 1, "tokens": {"min": 300, "max": 322}}
+    other = {"task": "b", "needles": 4, "tokens": {"min": 280, "max": 310}}
+    found = module.together([one, other])
+    assert (found["task"], found["tasks"], found["needles"]) == ("a and b", ["a", "b"], "1/4")
+    assert found["tokens"] == {"min": 280, "max": 322}
+    for several in ([one], [one, one | {"task": "b"}]):
+        assert module.together(several)["needles"] == 1  # a number, so that one needle is no needles
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help_is_quick_and_imports_nothing_heavy(name):
     code = (

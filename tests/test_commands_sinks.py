@@ -140,8 +140,81 @@ def test_what_cannot_be_known_is_not_printed_as_a_number(words, small_model):
     assert "nan" not in text.lower() and "None" not in text and "no interval" in text
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("mistral", "--items 1"), ("gpt_oss", "--items 2 --exclude-layers 1"), ("gemma2", "--items 1 --exclude-layers 1")],
+)
+def test_what_the_windows_of_all_layers_hide_is_a_dash(family, words, tmp_path):
+    import tiny
+
+    model = tiny.save(family, tmp_path / "tiny", max_position_embeddings=4096)
+    given = ["--model", model, "--length", "700", "--distractors", "0", "--json", "--out", tmp_path / "out"]
+    status, lines, errors = run_sinks(*given, *words.split())
+    assert status == 0, errors
+    summary, text = strict(lines[-1]), "\n".join(lines[:-1])
+    row = summary["buckets"]["first4"]
+    assert row["share"] == 0 and row["n"] == summary["n_items"]
+    assert [row[name] for name in ("mass_per_token", "value_mass_per_token", "ratio", "relative_ratio")] == [None] * 4
+    assert all(place[name] is None for place in summary["positions"] for name in ("mass", "value_mass", "ratio"))
+    assert all(each["value_mass_per_token"]["first4"] is None for each in summary["epsilon_sweep"])
+    said = next(line for line in lines if "first 4 positions" in line and "│" in line)
+    assert said.count("–") == 4 and "0.0 %" in said and "nan" not in text.lower() and "None" not in text
+    assert "the chosen rows of no input see tokens of both" in text and "documents have no" not in text
+    shares = [each["share"] for each in summary["buckets"].values() if each]
+    assert sum(shares) == pytest.approx(1, abs=1e-5)
+
+
+def test_layers_left_out_lend_nothing_to_secondary_sinks(small_model):
+    words = ["--model", small_model, "--items", "1", "--length", "1300", "--distractors", "3", "--json"]
+    summaries = [strict(run_sinks(*words, *more)[1][-1]) for more in ([], ["--exclude-layers", "1,2"])]
+    whole, part = ({n: r["n_positive"] for n, r in s["secondary"]["recovery"].items()} for s in summaries)
+    labelled = summaries[0]["secondary"]["layer_keys"]["label"]
+    assert (whole["all_four"], part["all_four"]) == (sum(labelled), labelled[0])
+    judged = [s["secondary"]["recovery"]["residual_only"] for s in summaries]
+    candidates = summaries[0]["secondary"]["layer_keys"]["candidates"]
+    assert judged[0]["n_positive"] + judged[0]["n_negative"] == sum(candidates)
+    assert judged[1]["n_positive"] + judged[1]["n_negative"] == candidates[0]
+
+
+def test_one_of_a_thing_has_no_plural_and_one_length_is_one_number(small_model):
+    words = ["--items", "1", "--length", "1300", "--distractors", "3", "--exclude-layers", "0"]
+    _, lines, _ = run_sinks("--model", small_model, *words)
+    text = "\n".join(lines)
+    (tokens,) = {word for word in text.split() if word.isdigit() and f": 1 item of {word} tokens, seed" in text}
+    assert int(tokens) > 500 and "layer left out, as stated before the run: 0" in text
+    assert "1 items" not in text and "in 0 of 1 input" in text and "over 1 item]" in text
+
+
+def secondary_summary(elsewhere):
+    recovered = {name: {"auroc": {"ratio": {"n": 0}}} for name in ("all_four", "residual_only")}
+    return {
+        "secondary": {
+            "texts": [["a", 3]],
+            "n_tokens": {"mean": 9.5},
+            "n_tokens_in_other_buckets": elsewhere,
+            "n_inputs_with": 2,
+            "n_inputs": 2,
+            "recovery": recovered,
+            "note": "note",
+        }
+    }
+
+
+def test_secondary_sinks_in_the_evidence_are_told_apart():
+    from kvprobe.commands.sinking import _secondary_lines
+
+    said = _secondary_lines(secondary_summary(1.5))[0]
+    assert "9.5 tokens an input (1.5 of them counted as evidence, which has a token first), in 2 of 2 inputs" in said
+    assert "9.5 tokens an input, in 2 of 2 inputs" in _secondary_lines(secondary_summary(0.0))[0]
+
+
 REFUSED = [
     ("--docs essays --task niah_single_2", "--docs reads documents and --task"),
+    ("--chat", "--chat goes with --docs; allowed: --docs essays"),
+    ("--documents 2", "--documents goes with --docs; allowed: --docs essays"),
+    ("--join 2", "--join goes with --docs; allowed: --docs essays"),
+    ("--template none", "--template goes with --docs; allowed: --docs essays"),
+    ("--epsilon 1e308", "epsilon=1e+308; allowed: a number from 0 to 1e+06"),
     ("--docs essays --courses", "courses needs an answer"),
     ("--task nothing", "nothing"),
     ("--docs /no/such/folder", "/no/such/folder"),
@@ -172,3 +245,5 @@ def test_help_names_every_option():
     options = "task docs items documents length decoys needles haystack join template chat queries epsilon epsilons"
     options += " threshold secondary courses after exclude-layers norm model out seed json distractors"
     assert status == 0 and all(f"--{name}" in "\n".join(lines) for name in options.split())
+    said = " ".join("\n".join(lines).replace("│", " ").split())
+    assert said.count("With --docs:") == 4 and "128 tokens" in said

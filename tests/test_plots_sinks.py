@@ -13,7 +13,7 @@ from test_plots_niah import drawn_texts
 from kvprobe import plots, records
 from kvprobe.errors import TheoryError
 from kvprobe.plots import strips
-from kvprobe.plots.sink_looks import CLASSES
+from kvprobe.plots.sink_looks import CLASSES, about, left_in
 
 WORDS = (
     "The",
@@ -219,6 +219,59 @@ def test_courses_and_the_sweep_draw_the_summary(case):
     points = next(line for line in middle.get_lines() if line.get_label() == "AUROC").get_ydata()
     assert np.allclose(points, [row["auroc"]["mean"] for row in rows])
     assert len(right.get_lines()) == 4
+
+
+def texts_of(figure):
+    """All that stands on a figure, on one line."""
+    found = [text.get_text() for text in figure.texts]
+    found += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    for ax in figure.axes:
+        found += [ax.get_ylabel(), *(text.get_text() for text in ax.texts)]
+    return " ".join(" ".join(found).split()).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_where_windows_differ_a_diagonal_is_no_rho(case):
+    _, tables, summary, figures = case
+    plain = texts_of(figures["mass_value_mass"])
+    assert "value per mass ρ is the same" in plain and "constant ρ" in plain and "windows" not in plain
+    other = tables["tokens"].assign(ratio=tables["tokens"]["ratio"] * 1.1)
+    said = texts_of(plots.sink_figures(tables | {"tokens": other}, summary)["mass_value_mass"])
+    assert "constant value / mass" in said and "it is not quite ρ" in said and "constant ρ" not in said
+    for each in (plain, said):
+        assert "means over the rows that see the token" in each and "Whether it is read, this does not show" in each
+
+
+def test_the_map_says_which_rows_count(case):
+    said = texts_of(case[3]["sink_map"])
+    assert "mean over the rows that see it" in said and "have s above 0.3" in said and "of a row" not in said
+
+
+def test_the_strip_has_one_name_for_the_value_mass(case):
+    said = texts_of(case[3]["token_strip"])
+    assert "(s+ε)m" in said and "s·m" not in said
+
+
+def test_words_for_one_and_many():
+    assert left_in({"layers": {"excluded": [3]}}) == " (without layer 3, excluded beforehand)"
+    assert left_in({"layers": {"excluded": [0, 1]}}) == " (without layers 0, 1, excluded beforehand)"
+    given = {"model": "m", "task": "t", "n_items": 1, "unit": "item", "rows": "r", "settings": {"p": 1}, "seed": 0}
+    for tokens, words in (((322, 322), "322 tokens"), ((300, 322), "300–322 tokens"), ((1, 1), "1 token")):
+        parts = about(given | {"tokens": dict(zip(("min", "max"), tokens, strict=True))}).split(" · ")
+        assert parts[3].replace("\N{NO-BREAK SPACE}", " ") == words and parts[2].endswith("1\N{NO-BREAK SPACE}item")
+
+
+def test_what_no_row_sees_is_not_drawn():
+    tables, summary, _ = make_case("short")
+    hidden = {"first4": None, "other": 0.1}
+    for row in summary["epsilon_sweep"]:
+        row["value_mass_per_token"] = hidden
+    left = plots.sink_figures(tables, summary)["epsilon_sweep"].axes[0]
+    assert [line.get_label() for line in left.get_lines()] == ["other context"]
+
+
+def test_titles_are_no_conclusions(case):
+    for figure in case[3].values():
+        assert not figure.texts[0].get_text().startswith("Which")
 
 
 def test_a_strip_of_several_inputs_is_refused(case):

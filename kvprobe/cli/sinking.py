@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvprobe.cli.app import app, perform
-from kvprobe.options import Chat, Documents, Join, Json, Model, Norm, Out, Seed, Template
+from kvprobe.options import Json, Model, Norm, Out, Seed
 
 
 @app.command()
@@ -23,8 +23,17 @@ def sinks(
         ),
     ] = None,
     items: Annotated[int | None, typer.Option(min=1, help="Number of items of the task (default 8).")] = None,
-    documents: Documents = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Most tokens of an input (default 1500).")] = None,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="With --docs: number of documents (default: all).")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of a document, or of an item with what is kept for its generation (128 tokens): an "
+            "item's prompt is that much shorter (default 1500).",
+        ),
+    ] = None,
     distractors: Annotated[
         int | None, typer.Option(min=0, help="Haystack sentences that time courses follow (default 20).")
     ] = None,
@@ -33,16 +42,22 @@ def sinks(
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text for items: a folder of .txt or PaulGrahamEssays.json.")
     ] = None,
-    join: Join = 1,
-    template: Template = None,
-    chat: Chat = False,
+    join: Annotated[int, typer.Option(min=1, help="With --docs: consecutive texts that make one document.")] = 1,
+    template: Annotated[
+        str | None, typer.Option(help="With --docs: multi_news, none, or a text with {context}.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="With --docs: wrap prompts in the tokenizer's chat template.")
+    ] = False,
     queries: Annotated[
         str | None,
         typer.Option(help="Rows that means are over: suffix (question, answer; default of a task), answer, or all."),
     ] = None,
-    epsilon: Annotated[float, typer.Option(help="ε of the value mass (A + ε) m; the ratio has none.")] = 1e-4,
+    epsilon: Annotated[
+        float, typer.Option(help="ε of the value mass (A + ε) m, from 0 to 1e6; the ratio has none.")
+    ] = 1e-4,
     epsilons: Annotated[str | None, typer.Option(help="Those swept (default 0,1e-6,1e-5,1e-4,1e-3,1e-2).")] = None,
-    threshold: Annotated[float, typer.Option(help="A head with more mass on the first position is sinky.")] = 0.3,
+    threshold: Annotated[float, typer.Option(help="A head with more mass s on the first position is sinky.")] = 0.3,
     secondary: Annotated[bool, typer.Option(help="Look for secondary sinks (one more pass: hidden states).")] = True,
     courses: Annotated[
         bool | None, typer.Option("--courses/--no-courses", help="Mass and value at every generated token (tasks).")

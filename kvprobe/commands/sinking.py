@@ -6,8 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvprobe import records
-from kvprobe.commands.console import console, interval, table_of, written
+from kvprobe.commands.console import console, interval, plural, table_of, written
 from kvprobe.commands.running import Experiment
+from kvprobe.commands.sink_words import (
+    AFTER_CAPTION,
+    AUROC_CAPTION,
+    BUCKETS_CAPTION,
+    COURSES,
+    COURSES_CAPTION,
+    EPSILON_CAPTION,
+    MEASURES,
+    NAMES,
+    RECOVERED,
+    SIDES,
+    SINKY,
+)
 
 if TYPE_CHECKING:
     from kvprobe.sinks import Result, Settings
@@ -32,48 +45,6 @@ def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:
         run.table(table, f"{name}.parquet")
     for name, figure in plots.sink_figures(tables, summary).items():
         run.figure(figure, f"{name}.png")
-
-
-NAMES = {
-    "first4": "first 4 positions",
-    "evidence": "evidence",
-    "secondary_sink": "secondary sinks",
-    "other": "other context",
-    "recent": "question, answer",
-    "learned_sink": "learned sink",
-}
-MEASURES = {
-    "ratio": "ρ, pooled",
-    "relative_ratio": "ρ, relative",
-    "norm": "m alone",
-    "relative_norm": "m, relative",
-    "mass": "mass s",
-    "value_mass": "value mass",
-}
-BUCKETS_CAPTION = (
-    "means over layers, heads and inputs. attention: share of a row, adds up to 100 %. s: mean attention of one key "
-    "over the rows that see it. value mass: (s + ε) m, m = ‖V W_O‖. ρ: Σ A m / Σ A over heads and layers, no ε; "
-    "relative: m in units of its head's median"
-)
-AUROC_CAPTION = (
-    "0.5: no difference; above: evidence tokens have more; below: the first 4 have more. Within a head ρ is m: what ρ "
-    "gains or loses against m alone comes from pooling heads. First position alone: the same against position 0 only, "
-    "since the other three may be tokens like any (table above)"
-)
-
-
-EPSILON_CAPTION = (
-    "E, F: Σ (s + ε) m over the bucket's keys, mean over heads, layers, inputs. E, F or open: which has more, where "
-    "the interval over inputs excludes 0. per mass: Σ (s + ε) m / Σ s, which is ρ at ε = 0 alone. AUROC: P(value mass "
-    "of an evidence token > of a first4 token)"
-)
-SIDES = {"evidence": "E", "first4": "F", "open": "open", None: "–"}
-AFTER_CAPTION = (
-    "corrected: A′ R − A, what survivors get without the arithmetic gain 1 / R; conditional: change of shares among "
-    "survivors; raw: A′ − A, inflated by 1 / R with no mechanism, never to be read alone. ρ: corrected"
-)
-RECOVERED = {"ratio": "low ρ", "relative_ratio": "low relative ρ", "norm": "low m", "mass": "high s"}
-COURSES = {"distractor": "other sentences (D)", "hard": "other needles", "decoy": "decoys", "generated": "generated"}
 
 
 def print_sinks(summary: dict[str, Any], out: Path | None) -> None:
@@ -102,18 +73,25 @@ def print_sinks(summary: dict[str, Any], out: Path | None) -> None:
 
 def _about(summary: dict[str, Any]) -> list[str]:
     n, tokens = summary["n_items"], summary["tokens"]
-    what = f"{summary['task'] or summary['docs']} on {summary['model']}: {n} {summary['unit']}{'s' if n > 1 else ''}"
+    what = f"{summary['task'] or summary['docs']} on {summary['model']}: {plural(n, summary['unit'])}"
     score = "" if summary["accuracy"] is None else f", accuracy {summary['accuracy']:.2f}"
     cut = f", {summary['truncated']} truncated" if summary["truncated"] else ""
     p = summary["settings"]["p"]
     lines = [
-        f"{what} of {tokens['min']}–{tokens['max']} tokens{cut}, seed {summary['seed']}{score}; rows: "
+        f"{what} of {_tokens(tokens)}{cut}, seed {summary['seed']}{score}; rows: "
         f"{summary['rows']}; ε {summary['epsilon']:g}, L{p} norm",
         summary["semantics"],
         summary["status"],
     ]
     excluded = summary["layers"]["excluded"]
-    return lines + ([f"layers left out, as stated before the run: {', '.join(map(str, excluded))}"] if excluded else [])
+    left_out = f"{'layer' if len(excluded) == 1 else 'layers'} left out, as stated before the run: "
+    return lines + ([left_out + ", ".join(map(str, excluded))] if excluded else [])
+
+
+def _tokens(found: dict[str, int]) -> str:
+    """``322 tokens`` or ``300–322 tokens``."""
+    low, high = found["min"], found["max"]
+    return plural(high, "token") if low == high else f"{low}–{high} tokens"
 
 
 def _buckets_table(summary: dict[str, Any]) -> Any:
@@ -135,9 +113,9 @@ def _buckets_table(summary: dict[str, Any]) -> Any:
             NAMES[name],
             "–" if name == "learned_sink" else f"{row['n_tokens']:.0f}",
             f"{100 * row['share']:.1f} % {_shares(row['ci']['share'])}",
-            f"{row['mass_per_token']:.2e}",
-            f"{row['value_mass_per_token']:.2e}",
-            f"{_number(row['ratio'])} {_pair(row['ci']['ratio'])}",
+            _form(row["mass_per_token"], ".2e"),
+            _form(row["value_mass_per_token"], ".2e"),
+            _with(_number(row["ratio"]), row["ci"]["ratio"]),
             _number(row["relative_ratio"], 2),
             str(row["n"]),
         )
@@ -146,16 +124,17 @@ def _buckets_table(summary: dict[str, Any]) -> Any:
 
 def _positions_table(summary: dict[str, Any]) -> Any:
     table = table_of(
-        "The first four positions one by one [95 % over inputs]; rel. m: norm over its head's median, mean over heads",
+        "The first four positions one by one [95 % over inputs]; s: mean over the rows that see it; rel. m: norm over "
+        "its head's median, mean over heads",
         ("place", "s", "value mass", "ρ", "rel. m", "n"),
     )
     for row in summary["positions"]:
         table.add_row(
             str(row["place"]),
-            f"{row['mass']:.3g} {_pair(row['ci']['mass'])}",
-            f"{row['value_mass']:.3g} {_pair(row['ci']['value_mass'])}",
-            f"{_number(row['ratio'])} {_pair(row['ci']['ratio'])}",
-            f"{row['relative_norm']:.2f} {_pair(row['ci']['relative_norm'])}",
+            _with(_form(row["mass"]), row["ci"]["mass"]),
+            _with(_form(row["value_mass"]), row["ci"]["value_mass"]),
+            _with(_number(row["ratio"]), row["ci"]["ratio"]),
+            _with(_number(row["relative_norm"], 2), row["ci"]["relative_norm"]),
             str(row["n"]),
         )
     return table
@@ -182,7 +161,7 @@ def _auroc(row: dict[str, Any]) -> str:
 def _sinky_lines(summary: dict[str, Any]) -> list[str]:
     row = summary["heads_sinky"]
     lines = [
-        f"heads with more than {row['threshold']:g} of their attention on the first position: "
+        f"{SINKY} {row['threshold']:g}: "
         f"{100 * row['share']:.1f} % of {row['n_heads']} {_shares((row['ci_low'], row['ci_high']))}, n {row['n']}"
     ]
     if learned := summary["learned_sink"]:
@@ -200,9 +179,9 @@ def _epsilon_table(summary: dict[str, Any]) -> Any:
         verdict, mass, difference = row["verdict"], row["value_mass"], row["difference"]["value_mass"]
         table.add_row(
             f"{row['epsilon']:g}",
-            f"{mass['evidence']:.3g}",
-            f"{mass['first4']:.3g}",
-            f"{difference['mean']:+.3g} {interval(difference)}",
+            _form(mass.get("evidence")),
+            _form(mass.get("first4")),
+            _with(_form(difference["mean"], "+.3g"), _ends(difference)),
             *(SIDES[verdict[name]] for name in ("value_mass", "value_mass_per_token", "value_per_mass")),
             _auroc(row["auroc"]),
         )
@@ -226,9 +205,11 @@ def _secondary_lines(summary: dict[str, Any]) -> list[str]:
     if found is None:
         return []
     texts = ", ".join(f"{text!r} × {count}" for text, count in found["texts"][:6])
+    elsewhere = found["n_tokens_in_other_buckets"]
+    counted = f" ({elsewhere:.1f} of them counted as evidence, which has a token first)" if elsewhere else ""
     lines = [
-        f"secondary sinks (all four conditions in some layer): {found['n_tokens']['mean']:.1f} tokens an input, in "
-        f"{found['n_inputs_with']} of {found['n_inputs']} inputs{': ' + texts if texts else ''}"
+        f"secondary sinks (all four conditions in some layer): {found['n_tokens']['mean']:.1f} tokens an input"
+        f"{counted}, in {found['n_inputs_with']} of {plural(found['n_inputs'], 'input')}{': ' + texts if texts else ''}"
     ]
     for label, name in (("all_four", "the label"), ("residual_only", "its two conditions on hidden states alone")):
         aurocs = found["recovery"][label]["auroc"]
@@ -242,7 +223,7 @@ def _after_table(summary: dict[str, Any]) -> Any:
     readings = summary["after"]["readings"]
     table = table_of(
         f"With the evidence masked: change of each bucket's share of attention (percentage points) [95 % over "
-        f"{summary['after']['n']} items]",
+        f"{plural(summary['after']['n'], 'item')}]",
         ("bucket", *readings, "ρ before → after"),
         caption=AFTER_CAPTION,
     )
@@ -258,9 +239,9 @@ def _courses_table(summary: dict[str, Any]) -> Any:
     n = len(found["n"])
     places = sorted({0, 1, n // 2, n - 1} & set(range(n)))
     table = table_of(
-        f"While generating (mean over {found['n_items']} items, heads, layers): share of attention, and ρ",
+        f"While generating (mean over {plural(found['n_items'], 'item')}, heads, layers): share of attention, and ρ",
         ("bucket", *(f"token {place} (n {found['n'][place]})" for place in places)),
-        caption="the row that predicts the token; the JSON has every token, the table courses every layer and head",
+        caption=COURSES_CAPTION,
     )
     for name, rows in found["buckets"].items():
         cells = [f"{100 * rows['mass'][place]:.1f} %, ρ {_number(rows['ratio'][place])}" for place in places]
@@ -270,6 +251,16 @@ def _courses_table(summary: dict[str, Any]) -> Any:
 
 def _ends(row: dict[str, Any]) -> tuple[float | None, float | None]:
     return row["ci_low"], row["ci_high"]
+
+
+def _form(value: float | None, form: str = ".3g") -> str:
+    """A number; a dash where there is none."""
+    return "–" if value is None or value != value else f"{value:{form}}"
+
+
+def _with(said: str, ends: Any) -> str:
+    """A number and its interval; a dash alone where there is no number."""
+    return said if said == "–" else f"{said} {_pair(ends)}"
 
 
 def _pair(ends: Any) -> str:
@@ -283,4 +274,4 @@ def _shares(ends: Any, digits: int = 1) -> str:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None or value != value else f"{value:.{digits}f}"
+    return _form(value, f".{digits}f")

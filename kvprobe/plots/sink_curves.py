@@ -63,9 +63,17 @@ def courses(table: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     )
     note = (
         f"Row t is the query that predicts generated token t. Thick: mean over {plural(found['n_items'], 'item')}, "
-        f"heads and layers{left_in(summary)}; thin: items. Logarithmic; zeros are not drawn.{fewer}"
+        f"heads and layers{left_in(summary)}; thin: items. Masses of an item without the class count as 0. "
+        f"Logarithmic; zeros are not drawn.{fewer}"
     )
-    headline(figure, "Where does each generated token look?", about(summary, GENERATED), note, handles, ncols=4)
+    headline(
+        figure,
+        "Attention of each generated token, by class of position",
+        about(summary, GENERATED),
+        note,
+        handles,
+        ncols=4,
+    )
     return figure
 
 
@@ -91,7 +99,7 @@ def epsilon_sweep(summary: Mapping[str, Any]) -> Sheet:
     left, middle, right = figure.subplots(1, 3)
     x = np.arange(len(rows))
     for name, look in CLASSES.items():
-        values = [row["value_mass_per_token"].get(name, math.nan) for row in rows]
+        values = [_or_nan(row["value_mass_per_token"].get(name)) for row in rows]
         if np.isfinite(values).any():
             left.plot(x, values, **_line(look), label=look.name)
     left.set_yscale("log")
@@ -110,9 +118,10 @@ def epsilon_sweep(summary: Mapping[str, Any]) -> Sheet:
         ax.set_xlabel("ε (steps not to scale)")
     handles = [Line2D([], [], **_line(look), label=look.name) for look in CLASSES.values() if look.name in _drawn(left)]
     note = (
-        f"Left: means over heads, layers{left_in(summary)} and inputs. Middle: bars are 95 % over inputs. Right: ε "
-        "gives every key ε m for being there; once ε exceeds s, the order of value masses is no longer that of s m, "
-        "and a ratio with ε inside ranks keys by rarity (−s) instead of by what they carry (m). ρ elsewhere has no ε."
+        f"Left: means over heads, layers{left_in(summary)} and inputs that have the class. Middle: bars are 95 % over "
+        "inputs. Right: ε gives every key ε m for being there; once ε exceeds s, the order of value masses is no "
+        "longer that of s m, and a ratio with ε inside ranks keys by rarity (−s) instead of by what they carry (m). ρ "
+        "elsewhere has no ε."
     )
     headline(figure, "What ε does", about(summary), note, handles, ncols=5)
     return figure

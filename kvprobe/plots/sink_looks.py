@@ -25,7 +25,7 @@ def about(summary: Mapping[str, Any], rows: str | None = None) -> str:
         summary["model"],
         str(summary["task"] or summary["docs"]),
         f"n = {plural(n, summary['unit'])}",
-        f"{tokens['min']}–{tokens['max']} tokens",
+        plural(tokens["max"], "token") if tokens["min"] == tokens["max"] else f"{tokens['min']}–{tokens['max']} tokens",
         f"rows: {rows or summary['rows']}",
         f"L{summary['settings']['p']} norm",
         f"seed {summary['seed']}",
@@ -37,4 +37,5 @@ def about(summary: Mapping[str, Any], rows: str | None = None) -> str:
 def left_in(summary: Mapping[str, Any]) -> str:
     """Which layers were left out of all means; empty where none was."""
     excluded = summary["layers"]["excluded"]
-    return f" (without layers {', '.join(map(str, excluded))}, excluded beforehand)" if excluded else ""
+    word = "layer" if len(excluded) == 1 else "layers"
+    return f" (without {word} {', '.join(map(str, excluded))}, excluded beforehand)" if excluded else ""

@@ -55,7 +55,8 @@ def sink_figures(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any])
 def mass_value_mass(tokens: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     """One point a token of an input: mean mass over heads and layers against mean s m, on logarithmic axes.
 
-    A point's ρ is its height over its mass; dashed diagonals are constant ρ. Keys without any mass have no place there.
+    Dashed diagonals: constant height over mass, which is the token's ρ where all layers see it on equally many rows
+    (elsewhere ρ weighs layers by the rows that see it). Keys without any mass have no place there.
     """
     figure = sheet(WIDTH, 5.6)
     ax = figure.subplots()
@@ -74,19 +75,22 @@ def mass_value_mass(tokens: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
             ax.plot(*median, **look.marks(1.0) | face | {"markersize": 11}, zorder=20 + order, label=f"{name} median")
         handles.append(Line2D([], [], **look.marks(), label=f"{look.name}, {plural(len(rows), 'token')}"))
     _numbered(ax, seen)
-    _diagonals(ax, seen)
+    _diagonals(ax, seen, "value / mass" if _windowed(seen) else "ρ")
     decades(ax.xaxis)
     decades(ax.yaxis)
     p = summary["settings"]["p"]
     ax.set_xlabel("mass s: mean attention a row gives the token (share; mean over heads and layers)")
     ax.set_ylabel(rf"value mass without ε: mean of $s\,\Vert V W_O\Vert_{p}$")
     handles.append(Line2D([], [], color="black", marker="o", ls="none", mfc="none", ms=9, label="median of a class"))
-    handles.append(Line2D([], [], color=GREY, linestyle="--", linewidth=0.8, label="constant ρ (numbers: its value)"))
+    name = "value / mass" if _windowed(seen) else "ρ"
+    label = f"constant {name} (numbers: its value)"
+    handles.append(Line2D([], [], color=GREY, linestyle="--", linewidth=0.8, label=label))
     hidden = len(tokens) - len(seen)
     note = (
         f"One point a token of an input; numbers: positions 0 … 3 (their medians over inputs). Means over heads and "
-        f"layers{left_in(summary)} of all rows that see the token. Along a dashed line, value per mass ρ is the same: "
-        "far right and low is a sink (takes attention, carries little); right and on the line of the others is read."
+        f"layers{left_in(summary)}; masses are means over the rows that see the token. {_lines(seen)} Far right and on "
+        "a low line: much attention, little value with it, as a sink has; far right and on the line of the others: "
+        "much attention and their value with it. Whether it is read, this does not show."
         + (f" Not drawn: {plural(hidden, 'token')} without attention." if hidden else "")
     )
     headline(figure, "What tokens take and what they carry", about(summary), note, handles, ncols=4)
@@ -108,8 +112,23 @@ def _numbered(ax: Axes, seen: pd.DataFrame) -> None:
         )
 
 
-def _diagonals(ax: Axes, seen: pd.DataFrame) -> None:
-    """Lines of constant ρ = y / x at 1 and 3 of each decade, numbered at the right edge."""
+def _windowed(seen: pd.DataFrame) -> bool:
+    """Whether windows make ρ, whose sums are over rows, differ from the ratio of two means over the rows that see."""
+    return not np.allclose(seen["value"] / seen["mass"], seen["ratio"], rtol=1e-3)
+
+
+def _lines(seen: pd.DataFrame) -> str:
+    """What is the same along a dashed line."""
+    if not _windowed(seen):
+        return "Along a dashed line, value per mass ρ is the same."
+    return (
+        "Along a dashed line, value over mass is the same; it is not quite ρ, which weighs layers by the rows that see "
+        "the token through their windows."
+    )
+
+
+def _diagonals(ax: Axes, seen: pd.DataFrame, name: str) -> None:
+    """Lines of constant y / x at 1 and 3 of each decade, numbered at the right edge."""
     if seen.empty:
         return
     (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
@@ -122,7 +141,14 @@ def _diagonals(ax: Axes, seen: pd.DataFrame) -> None:
         ax.plot([left, right], [ratio * left, ratio * right], "--", color=GREY, lw=0.7, zorder=0, label="_ratio")
         x, y = (right, ratio * right) if ratio * right <= top else (top / ratio, top)
         if left < x <= right and bottom < y <= top:
-            ax.text(x, y, f" ρ {ratio:g}", fontsize=7, color=GREY, va="center" if x == right else "bottom")
+            ax.text(
+                x,
+                y,
+                f" {'ρ ' if name == 'ρ' else ''}{ratio:g}",
+                fontsize=7,
+                color=GREY,
+                va="center" if x == right else "bottom",
+            )
     ax.set(xlim=(left, right), ylim=(bottom, top))
 
 
@@ -153,7 +179,7 @@ def sink_map(sinks: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
     whole_numbers(ax.xaxis, grid.shape[1])
     whole_numbers(ax.yaxis, grid.shape[0])
     ax.set(xlabel="layer", ylabel="head")
-    figure.colorbar(image, ax=ax, pad=0.01, aspect=15).set_label("attention on\nthe first position")
+    figure.colorbar(image, ax=ax, pad=0.01, aspect=15).set_label("s of the\nfirst position")
     keys: list[Any] = [
         Line2D([], [], ls="none", marker="o", ms=4, mfc="white", mec="black", label="above the threshold")
     ]
@@ -163,8 +189,9 @@ def sink_map(sinks: pd.DataFrame, summary: Mapping[str, Any]) -> Sheet:
         "" if row["ci_low"] is None else f" [95 % over inputs {100 * row['ci_low']:.1f}, {100 * row['ci_high']:.1f}]"
     )
     note = (
-        f"Colour: mean over inputs and rows. Of {row['n_heads']} heads, {100 * row['share']:.1f} %{interval} give the "
-        f"first position more than {row['threshold']:g} of a row (counted in each input, then averaged)."
+        f"Colour: s of the first position, mean over the rows that see it (in a layer with a window no others count; 0 "
+        f"where none does) and over inputs. Of {row['n_heads']} heads, {100 * row['share']:.1f} %{interval} have s "
+        f"above {row['threshold']:g} (counted in each input, then averaged)."
     )
-    headline(figure, "Which heads park their attention on the first position?", about(summary), note, keys, ncols=2)
+    headline(figure, "Attention on the first position, head by head", about(summary), note, keys, ncols=2)
     return figure

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROWS = {
     "mass": ("s", "mass s", "YlGnBu"),
-    "value_mass": ("s·m", "value mass (s + ε) m", "YlGnBu"),
+    "value_mass": ("(s+ε)m", "value mass (s + ε) m", "YlGnBu"),
     "ratio": ("ρ", "ρ = Σ A m / Σ A", "YlOrBr"),
 }
 """Column → name at the row, name at the colour bar, colours."""
@@ -101,8 +101,9 @@ def token_strip(tokens: pd.DataFrame, looks: Mapping[str, Look], summary: Mappin
     ]
     cut = f"{len(cells)} of {plural(len(tokens), 'token')} are shown. " if len(cells) < len(tokens) else ""
     note = (
-        f"{cut}Text colour: position class. Means over heads and layers; value mass with ε = {summary['epsilon']:g}, ρ "
-        "has none. Logarithmic colours over the whole text; grey: undefined or 0."
+        f"{cut}Text colour: position class. Means over heads and layers; s: over the rows that see the token; value "
+        f"mass with ε = {summary['epsilon']:g}, ρ has none. Logarithmic colours over the whole text; grey: undefined "
+        "or 0."
     )
     headline(figure, "What each token takes, and what it carries", about, note, keys, ncols=len(keys))
     return figure

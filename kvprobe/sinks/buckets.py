@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvprobe.errors import PromptError, quote
+from kvprobe.sinks.checks import whole
 from kvprobe.spans.inputs import check_spans
 
 BUCKETS = ("first4", "evidence", "secondary_sink", "other", "recent", "learned_sink")
@@ -74,7 +75,7 @@ def buckets(
     Raises
     ------
     PromptError
-        A span or position outside the prompt, or pad, first or context_stop that are no such numbers.
+        A span or position outside the prompt, or n, pad, first or context_stop that are no such numbers.
     """
     _check(n, pad, first, context_stop)
     wanted = {
@@ -93,16 +94,18 @@ def buckets(
 
 
 def _check(n: int, pad: int, first: int, context_stop: int | None) -> None:
-    if not 0 <= pad < n:
+    for name, value, least in (("n", n, 1), ("pad", pad, 0), ("first", first, 0)):
+        whole(value, name, least, PromptError)
+    if context_stop is not None:
+        whole(context_stop, "context_stop", 0, PromptError)
+    if pad >= n:
         raise PromptError(f"pad={quote(pad)} with n = {quote(n)} keys; allowed: 0 <= pad < n")
-    if first < 0:
-        raise PromptError(f"first={quote(first)}; allowed: 0 or more leading positions")
     if context_stop is not None and not pad <= context_stop <= n:
         raise PromptError(f"context_stop={quote(context_stop)}; allowed: {pad} … {n}, or None")
 
 
 def _positions(keys: Iterable[int], n: int) -> list[int]:
-    found = [int(key) for key in keys]
-    if outside := [key for key in found if not 0 <= key < n]:
-        raise PromptError(f"secondary sink at position {outside[0]}; allowed: 0 … {n - 1}")
+    found = list(keys)
+    if wrong := [key for key in found if not isinstance(key, (int, np.integer)) or not 0 <= key < n]:
+        raise PromptError(f"secondary sink at position {quote(wrong[0])}; allowed: 0 … {n - 1}")
     return found

@@ -15,6 +15,7 @@ from kvprobe.engine import Prefix
 from kvprobe.errors import PromptError
 from kvprobe.prompts import Prompt
 from kvprobe.sinks.buckets import FIRST
+from kvprobe.sinks.checks import instance
 from kvprobe.sinks.streaming import Array, layer_norms
 from kvprobe.spans.inputs import check_spans
 from kvprobe.theory.checks import check_p
@@ -66,8 +67,11 @@ def courses(
     ------
     PromptError
         No tokens; a span outside the prompt; a bucket with a name that is taken.
+    TheoryError
+        p neither 1 nor 2, or what is no prompt.
     """
     check_p(p)
+    instance(prompt, Prompt, "prompt", "a Prompt")
     ids = inputs.continuation(model, tokens)
     if not len(ids):
         raise PromptError("tokens is empty: a time course needs one generated token at least")

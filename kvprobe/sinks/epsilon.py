@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.errors import TheoryError
+from kvprobe.sinks import checks
 from kvprobe.sinks.buckets import Buckets
-from kvprobe.sinks.scores import Array, Scores, check_epsilon
+from kvprobe.sinks.scores import LARGEST, Array, Scores, check_epsilon
 from kvprobe.stats import auroc
 
 EPSILONS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -33,7 +33,7 @@ def epsilon_sweep(
     scores, buckets
         Of one prompt.
     epsilons
-        ε ≥ 0, each.
+        0 ≤ ε ≤ 1e6, each.
     layers
         Layers to pool; all by default.
 
@@ -61,12 +61,13 @@ def epsilon_sweep(
     Raises
     ------
     TheoryError
-        No ε, or a negative one.
+        No list of ε, one that is negative or above 1e6, or layers that the scores do not have.
     """
-    if not len(epsilons):
-        raise TheoryError("epsilons is empty; allowed: one or more numbers of at least 0")
-    chosen = sorted(range(len(scores.mass)) if layers is None else set(layers))
-    checked = [check_epsilon(epsilon) for epsilon in epsilons]
+    checks.instance(scores, Scores, "scores", "what sinks.scores returns")
+    checks.instance(buckets, Buckets, "buckets", "what sinks.buckets returns")
+    given = checks.several(epsilons, "epsilons", f"a list of one or more numbers from 0 to {LARGEST:g}")
+    checked = [check_epsilon(epsilon) for epsilon in given]
+    chosen = sorted(scores.chosen(layers))
     ranked = _rank_correlations(scores, checked, chosen)
     return [_row(scores, buckets, epsilon, chosen) | found for epsilon, found in zip(checked, ranked, strict=True)]
 

@@ -82,17 +82,24 @@ def pooled_buckets(table: pd.DataFrame) -> dict[str, dict[str, float]]:
 
     ``mass``, ``value_mass`` and their values per token are means over heads, as is ``share``; ``ratio`` is
     Σ A m / Σ A over all of them, ``relative_ratio`` the same with m in units of its head's median. A layer whose window
-    hides the bucket counts as 0, and not at all in what is per token.
+    hides the bucket counts as 0, and not at all in what is per token. A layer without a learned sink counts as 0 in
+    ``share`` and ``output``, so that shares sum to 1, and not at all in what else is said of learned sinks.
     """
     found = {}
+    cells = len(table[["layer", "head"]].drop_duplicates())
     for name, rows in table.groupby("bucket"):
         total = float(rows["share"].sum())
-        means = ("mass", "value_mass", "share", "output", "mass_per_token", "value_mass_per_token")
-        found[str(name)] = {column: float(rows[column].mean()) for column in means} | {
-            "ratio": float(rows["output"].sum()) / total if total > 0 else np.nan,
-            "relative_ratio": float(rows["relative_output"].sum()) / total if total > 0 else np.nan,
-            "n_tokens": int(rows["n_tokens"].iloc[0]),
-        }
+        means = ("mass", "value_mass", "mass_per_token", "value_mass_per_token")
+        shares = {column: float(rows[column].sum()) / cells for column in ("share", "output")}
+        found[str(name)] = (
+            {column: float(rows[column].mean()) for column in means}
+            | shares
+            | {
+                "ratio": float(rows["output"].sum()) / total if total > 0 else np.nan,
+                "relative_ratio": float(rows["relative_output"].sum()) / total if total > 0 else np.nan,
+                "n_tokens": int(rows["n_tokens"].iloc[0]),
+            }
+        )
     return found
 
 

@@ -146,10 +146,11 @@ def _secondary(
     if not settings.secondary:
         return None
     secondary = secondary_sinks(model, case.whole, trace, found)
-    positions = np.flatnonzero(secondary.label[kept_layers(trace.n_layers, settings)].any(0)).tolist()
+    kept = kept_layers(trace.n_layers, settings)
+    positions = np.flatnonzero(secondary.label[kept].any(0)).tolist()
     texts, table = case.whole.tokens(model), secondary.table()
     table.insert(2, "text", [texts[key] for key in table["position"]])
-    about = {"counts": secondary.counts() | {"tokens": len(positions)}, "recovery": recovery(secondary, found)}
+    about = {"counts": secondary.counts() | {"tokens": len(positions)}, "recovery": recovery(secondary, found, kept)}
     return positions, about | {"texts": [texts[key] for key in positions], "options": asdict(secondary.options)}, table
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvprobe.errors import TheoryError, quote
 from kvprobe.sinks.buckets import FIRST
+from kvprobe.sinks.checks import instance
 from kvprobe.sinks.scores import Scores
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ def sink_rates(scores: Scores, threshold: float = THRESHOLD) -> pd.DataFrame:
     Returns
     -------
     DataFrame
-        ``layer, head, first`` (s of the first position), ``first4`` (Σ s over the first four, or as many as there are),
-        ``learned`` (mass of the model's own sink), ``sinky``. A first position that no chosen query sees, behind a
-        window, has taken nothing: 0.
+        ``layer, head, first`` (s of the first position: in a layer with a window, over the rows that see it),
+        ``first4`` (Σ s over the first four, or as many as there are), ``learned`` (mass of the model's own sink),
+        ``sinky``. A first position that no chosen query sees, behind a window, has taken nothing: 0.
 
     Notes
     -----
@@ -41,7 +42,7 @@ def sink_rates(scores: Scores, threshold: float = THRESHOLD) -> pd.DataFrame:
     """
     import pandas as pd
 
-    _check(threshold)
+    _check(scores, threshold)
     taken = np.nan_to_num(scores.mass[..., scores.pad : scores.pad + FIRST])
     layer, head = (grid.reshape(-1) for grid in np.indices(taken.shape[:2]))
     first, first4 = taken[..., 0].reshape(-1), taken.sum(-1).reshape(-1)
@@ -51,10 +52,11 @@ def sink_rates(scores: Scores, threshold: float = THRESHOLD) -> pd.DataFrame:
 
 def share(scores: Scores, threshold: float = THRESHOLD) -> float:
     """Share of all heads whose mean mass on the first position exceeds the threshold (Gu et al.'s Sink₁)."""
-    _check(threshold)
+    _check(scores, threshold)
     return float((np.nan_to_num(scores.mass[..., scores.pad]) > threshold).mean())
 
 
-def _check(threshold: float) -> None:
+def _check(scores: Scores, threshold: float) -> None:
+    instance(scores, Scores, "scores", "what sinks.scores returns")
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float, np.number)) or not 0 <= threshold <= 1:
         raise TheoryError(f"threshold={quote(threshold)}; allowed: a mass from 0 to 1")

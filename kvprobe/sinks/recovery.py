@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvprobe.errors import PromptError
+from kvprobe.sinks.checks import instance
 from kvprobe.sinks.scores import Array, Scores
 from kvprobe.sinks.secondary import Flags, Secondary
 from kvprobe.stats import auroc
@@ -23,25 +25,36 @@ NOTE = (
 )
 
 
-def recovery(secondary: Secondary, scores: Scores) -> dict[str, Any]:
+def recovery(secondary: Secondary, scores: Scores, layers: Sequence[int] | None = None) -> dict[str, Any]:
     """AUROC of low ρ, high s and low m for the secondary-sink label, within each layer, mean over layers.
 
     P(score of a labelled key > score of another candidate), ties ½, among the layer's candidates with Σ A > 0. Scores:
     ``ratio`` −ρ pooled over the layer's heads, ``relative_ratio`` the same with m over its head's median, ``mass`` the
     mean of s over heads, ``norm`` −(mean of m over heads).
 
+    Parameters
+    ----------
+    secondary, scores
+        Labels and scores of one prompt.
+    layers
+        Layers that count; all by default.
+
     Returns
     -------
     dict
         Label (``all_four``, ``without_high``, ``residual_only``) → ``auroc`` by score (None where no layer has both
         classes), ``by_layer`` (None where the layer lacks a class), ``n_layers``, ``n_positive`` and ``n_negative``
-        (layer × key pairs, all layers); and a ``note`` on what is circular.
+        (layer × key pairs of those layers); and a ``note`` on what is circular.
 
     Raises
     ------
     PromptError
         Scores and labels of different layers or keys.
+    TheoryError
+        Layers that the scores do not have.
     """
+    instance(secondary, Secondary, "secondary", "what secondary_sinks returns")
+    instance(scores, Scores, "scores", "what sinks.scores returns")
     if secondary.label.shape != scores.seen.shape:
         raise PromptError(
             f"labels of {secondary.label.shape} layers × keys; allowed: those of the scores, {scores.seen.shape}"
@@ -52,7 +65,8 @@ def recovery(secondary: Secondary, scores: Scores) -> dict[str, Any]:
         "mass": scores.pooled("mass", "layer"),
         "norm": -scores.pooled("norm", "layer"),
     }
-    usable = secondary.candidates & np.logical_and.reduce([~np.isnan(table) for table in found.values()])
+    counted = np.isin(np.arange(len(scores.mass)), scores.chosen(layers))[:, None]
+    usable = secondary.candidates & counted & np.logical_and.reduce([~np.isnan(table) for table in found.values()])
     labels = {name: secondary.meets(*conditions) for name, conditions in LABELS.items()}
     return {name: _one(found, usable & label, usable & ~label) for name, label in labels.items()} | {"note": NOTE}
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvprobe.errors import TheoryError, quote
+from kvprobe.sinks import checks
 from kvprobe.sinks.buckets import Buckets
 from kvprobe.sinks.streaming import Array, Observed, Sums, layer_chunks, layer_norms, row_indices
 from kvprobe.theory.checks import check_p
@@ -36,6 +37,8 @@ __all__ = ["EPSILON", "POOLS", "QUANTITIES", "Array", "Scores", "check_epsilon",
 POOLS = ("head", "layer", "all")
 QUANTITIES = ("mass", "value_mass", "norm")
 EPSILON = 1e-4
+LARGEST = 1e6
+"""ε above any mass by far; beyond it value masses say nothing, and in the end they overflow."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +163,21 @@ class Scores:
         """
         from kvprobe.sinks.bucketing import bucket_table
 
+        checks.instance(buckets, Buckets, "buckets", "what sinks.buckets returns")
         return bucket_table(self, buckets, check_epsilon(self.epsilon if epsilon is None else epsilon))
 
     def _layers(self, pool: str, layers: Sequence[int] | None) -> list[int]:
+        return self.chosen(None if pool != "all" else layers)
+
+    def chosen(self, layers: Sequence[int] | None) -> list[int]:
+        """The layers that are pooled: all for None; refused when there is none, an unknown one, or one twice."""
         everything = list(range(len(self.mass)))
-        if layers is None or pool != "all":
+        if layers is None:
             return everything
-        chosen = [operator.index(layer) for layer in layers]
+        try:
+            chosen = [operator.index(layer) for layer in layers]
+        except TypeError:
+            chosen = []
         if not chosen or not set(chosen) <= set(everything) or len(set(chosen)) < len(chosen):
             raise TheoryError(f"layers={quote(layers)}; allowed: one or more of 0 … {everything[-1]}, each once")
         return chosen
@@ -195,12 +206,13 @@ def scores(trace: Observed, epsilon: float = EPSILON, p: int = 1, rows: Any = No
     Raises
     ------
     TheoryError
-        ε < 0, p neither 1 nor 2, or rows that the trace does not have.
+        No trace, ε < 0 or above 1e6, p neither 1 nor 2, or rows that the trace does not have.
 
     Notes
     -----
     Equal to the slow line ``A = softmax(logits); s = A.sum(1) / visible.sum(0); m = ‖V W_O‖_p`` of every layer.
     """
+    checks.observed(trace)
     check_epsilon(epsilon)
     check_p(p)
     at = row_indices(trace, rows)
@@ -218,9 +230,10 @@ def _layer(trace: Observed, index: int, at: Sequence[int], p: int) -> tuple[Arra
 
 
 def check_epsilon(epsilon: float) -> float:
-    """ε as a float, refused when it is negative or no finite number."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float, np.number)) or not 0 <= epsilon < np.inf:
-        raise TheoryError(f"epsilon={quote(epsilon)}; allowed: a finite number of at least 0")
+    """ε as a float, refused when it is negative, above :data:`LARGEST` or no number."""
+    number = isinstance(epsilon, (int, float, np.integer, np.floating)) and not isinstance(epsilon, bool)
+    if not number or not 0 <= epsilon <= LARGEST:
+        raise TheoryError(f"epsilon={quote(epsilon)}; allowed: a number from 0 to {LARGEST:g}")
     return float(epsilon)
 
 

@@ -29,6 +29,8 @@ from torch import Tensor
 from kvprobe import engine, inputs
 from kvprobe.attention import Run
 from kvprobe.errors import PromptError, TheoryError, quote
+from kvprobe.prompts import Prompt
+from kvprobe.sinks import checks
 from kvprobe.sinks.buckets import FIRST
 from kvprobe.sinks.scores import Scores
 from kvprobe.sinks.streaming import Array, layer_chunks, row_indices
@@ -84,7 +86,9 @@ class SecondaryOptions:
         bounds |= {"norm": (0, np.inf), "min_seen": (1, np.inf), "first": (1, np.inf)}
         for field in fields(self):
             value, (low, high) = getattr(self, field.name), bounds[field.name]
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            if field.name in ("min_seen", "first"):
+                checks.whole(value, field.name, int(low))
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise TheoryError(f"{field.name}={quote(value)}; allowed: a number from {low} to {high}")
 
 
@@ -183,6 +187,10 @@ def secondary_sinks(
         The trace is of other tokens than the prompt, or the scores are of another trace.
     """
     options = SecondaryOptions() if options is None else options
+    checks.instance(prompt, Prompt, "prompt", "a Prompt")
+    checks.instance(trace, Trace, "trace", "a Trace, such as kvprobe.observe returns")
+    checks.instance(scores, Scores, "scores", "what sinks.scores returns")
+    checks.instance(options, SecondaryOptions, "options", "SecondaryOptions, or None")
     if not torch.equal(trace.ids.cpu(), prompt.ids.cpu()) or trace.pad != prompt.pad:
         raise PromptError(f"the trace has {trace.n} tokens that are not this prompt's {len(prompt)}; allowed: its own")
     if scores.shape != (trace.n_layers, trace.n_heads, trace.n):

@@ -202,7 +202,7 @@ UNASKED = {"join": 1, "chat": False}
 
 
 def from_command(given: Mapping[str, Any]) -> Settings:
-    """Settings from the words of ``kvprobe sinks``."""
+    """Settings from the words of ``kvprobe sinks``; ``--docs`` alone chooses documents, other words say how."""
     documents, task = (
         [name for name in names if given[name] != UNASKED.get(name)] for names in (DOCUMENT_WORDS, TASK_WORDS)
     )
@@ -210,6 +210,8 @@ def from_command(given: Mapping[str, Any]) -> Settings:
         raise TaskError(
             f"--{documents[0]} reads documents and --{task[0]} makes items of a task: allowed is one or the other"
         )
+    if documents and given["docs"] is None:
+        raise TaskError(f"--{documents[0]} goes with --docs; allowed: --docs {ESSAYS}, a folder, a file, …")
     kind = {name: given[name] for name in DOCUMENT_WORDS} | {"task": None} if documents else _task(given)
     same = {name: given[name] for name in ("queries", "epsilon", "threshold", "secondary", "courses", "after", "seed")}
     sweep: dict[str, Any] = {} if given["epsilons"] is None else {"epsilons": _numbers("epsilons", given["epsilons"])}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvprobe import stats
-from kvprobe.sinks.averages import mean_of
+from kvprobe.sinks.averages import POSITIVE, mean_of
 from kvprobe.sinks.buckets import BUCKETS
 from kvprobe.sinks.recovery import LABELS, NOTE
 
@@ -26,7 +26,7 @@ def epsilon_rows(probes: Sequence[Probed], seed: int) -> list[dict[str, Any]]:
     ``verdict`` answers, for that ε: which of ``evidence`` and ``first4`` has more ``value_mass`` (sums over keys), more
     ``value_mass_per_token``, more ``value_per_mass`` (Σ (s + ε) m / Σ s: ρ at ε = 0, and no ρ any more where ε is not
     small beside s), and which tokens rank higher in value mass (``auroc``). ``open``: the interval over inputs holds
-    zero (one half), or there is none.
+    zero (one half), or there is none. What is per token is None where no row of any input sees a key of the bucket.
     """
     return [_epsilon(probes, place, seed) for place in range(len(probes[0].epsilon))]
 
@@ -36,7 +36,7 @@ def _epsilon(probes: Sequence[Probed], place: int, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {"epsilon": rows[0]["epsilon"]}
     for name in ("value_mass", "value_mass_per_token"):
         found[name] = {
-            bucket: float(np.mean([row[name][bucket] for row in rows if bucket in row[name]]))
+            bucket: mean_of([_number(row[name][bucket]) for row in rows if bucket in row[name]], seed)["mean"]
             for bucket in BUCKETS
             if any(bucket in row[name] for row in rows)
         }
@@ -49,7 +49,7 @@ def _epsilon(probes: Sequence[Probed], place: int, seed: int) -> dict[str, Any]:
 
 
 def _differences(probes: Sequence[Probed], place: int, name: str) -> list[float]:
-    """evidence − first4 of every input; NaN without evidence."""
+    """evidence − first4 of every input; NaN without evidence, and per token or mass where one of them is not seen."""
     found = []
     for probe in probes:
         pair = [_value(probe, place, name, bucket) for bucket in ("evidence", "first4")]
@@ -62,7 +62,7 @@ def _value(probe: Probed, place: int, name: str, bucket: str) -> float:
     if bucket not in row["value_mass"]:
         return np.nan
     if name != "value_per_mass":
-        return float(row[name][bucket])
+        return _number(row[name][bucket])
     mass = probe.pooled[bucket]["mass"]
     return float(row["value_mass"][bucket] / mass) if mass > 0 else np.nan
 
@@ -83,11 +83,16 @@ def _number(value: float | None) -> float:
 def secondary(probes: Sequence[Probed], seed: int) -> dict[str, Any] | None:
     """How many tokens have the label and which, what each condition alone lets through, and how well scores recover it.
 
-    Recovery is the mean over inputs of AUROCs that are means over layers; inputs without the label are excluded.
+    Recovery is the mean over inputs of AUROCs that are means over the layers left in; inputs without the label are
+    excluded. ``n_tokens_in_other_buckets`` are labelled tokens that belong to ``evidence`` (or ``first4``), which have
+    a position before ``secondary_sink`` has it. ``layer_keys`` counts every layer, excluded ones too.
     """
-    given = [probe.secondary for probe in probes if probe.secondary is not None]
+    looked = [probe for probe in probes if probe.secondary is not None]
+    given = [probe.secondary for probe in looked if probe.secondary is not None]
     if not given:
         return None
+    counts = [float(each["counts"]["tokens"]) for each in given]
+    placed = [probe.pooled.get("secondary_sink", {}).get("n_tokens", 0) for probe in looked]
     texts = Counter(text for each in given for text in each["texts"])
     recovered: dict[str, Any] = {}
     for label in LABELS:
@@ -105,7 +110,8 @@ def secondary(probes: Sequence[Probed], seed: int) -> dict[str, Any] | None:
         for name in given[0]["counts"]["by_layer"]
     }
     return {
-        "n_tokens": mean_of([float(each["counts"]["tokens"]) for each in given], seed),
+        "n_tokens": mean_of(counts, seed, bounds=POSITIVE),
+        "n_tokens_in_other_buckets": float(np.mean(np.subtract(counts, placed))),
         "n_inputs_with": sum(each["counts"]["tokens"] > 0 for each in given),
         "n_inputs": len(given),
         "texts": [[text, count] for text, count in texts.most_common(12)],

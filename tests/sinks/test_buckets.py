@@ -70,7 +70,13 @@ def test_every_real_position_is_in_exactly_one(n, data):
     ("given", "says"),
     [
         ({"pad": 8}, r"pad=8 with n = 8 keys; allowed: 0 <= pad < n"),
-        ({"first": -1}, r"first=-1; allowed: 0 or more"),
+        ({"first": -1}, r"first=-1; allowed: a whole number of at least 0"),
+        ({"first": 2.5}, r"first=2.5; allowed: a whole number of at least 0"),
+        ({"pad": -1}, r"pad=-1; allowed: a whole number of at least 0"),
+        ({"pad": "1"}, r"pad='1'; allowed: a whole number"),
+        ({"context_stop": 4.0}, r"context_stop=4.0; allowed: a whole number"),
+        ({"secondary": [1.5]}, r"secondary sink at position 1.5; allowed: 0 … 7"),
+        ({"secondary": ["x"]}, r"secondary sink at position 'x'; allowed: 0 … 7"),
         ({"context_stop": 9}, r"context_stop=9; allowed: 0 … 8, or None"),
         ({"context_stop": 1, "pad": 2}, r"context_stop=1; allowed: 2 … 8"),
         ({"evidence": [(5, 9)]}, r"span \(5, 9\) with n = 8"),
@@ -81,6 +87,9 @@ def test_every_real_position_is_in_exactly_one(n, data):
 def test_what_is_refused(given, says):
     with pytest.raises(PromptError, match=says):
         sinks.buckets(8, **given)
+    for n in ("x", 0, 8.0):
+        with pytest.raises(PromptError, match=r"n=.*; allowed: a whole number of at least 1"):
+            sinks.buckets(n)
 
 
 @pytest.mark.parametrize("kind", TRACES.values(), ids=TRACES.keys())

@@ -132,3 +132,5 @@ def test_one_token_needs_nothing_behind_the_prompt(tiny):
 def test_what_is_refused(tiny, spans, tokens, p, said):
     with pytest.raises((PromptError, TheoryError, InterventionError), match=said):
         sinks.courses(tiny("llama"), prompt(), spans, tokens, p=p)
+    with pytest.raises(TheoryError, match="prompt='x'; allowed: a Prompt"):
+        sinks.courses(tiny("llama"), "x", {}, [7])

@@ -56,7 +56,7 @@ def test_against_scipy_and_loops(kind, layers):
 
 
 def test_no_epsilon_is_the_ratio_itself_and_a_large_one_is_rarity():
-    _, _, _, (none, large) = made({}, epsilons=(0, 1e9))
+    _, _, _, (none, large) = made({}, epsilons=(0, 1e6))
     assert none["spearman_value_mass"] == pytest.approx(1) and none["spearman_ratio_norm"] == pytest.approx(1)
     assert large["spearman_ratio_mass"] > 0.8 > none["spearman_ratio_mass"]
 
@@ -97,7 +97,17 @@ def test_ranks_that_do_not_vary():
 
 def test_what_is_refused():
     found = sinks.scores(row_trace())
-    with pytest.raises(TheoryError, match="epsilons is empty; allowed: one or more"):
+    with pytest.raises(TheoryError, match="epsilons is empty; allowed: a list of one or more"):
         sinks.epsilon_sweep(found, sinks.buckets(40), [])
-    with pytest.raises(TheoryError, match=r"epsilon=-1; allowed: a finite number of at least 0"):
-        sinks.epsilon_sweep(found, sinks.buckets(40), [0, -1])
+    for single in (1e-4, "1e-4", None, {1e-4}):
+        with pytest.raises(TheoryError, match=r"epsilons=.*; allowed: a list of one or more numbers from 0 to 1e\+06"):
+            sinks.epsilon_sweep(found, sinks.buckets(40), single)
+    for wrong in (-1, 1e7, "x"):
+        with pytest.raises(TheoryError, match=r"epsilon=.*; allowed: a number from 0 to 1e\+06"):
+            sinks.epsilon_sweep(found, sinks.buckets(40), [0, wrong])
+    for layers in ([9], [], [0, 0], 1, ["0"]):
+        with pytest.raises(TheoryError, match=r"layers=.*; allowed: one or more of 0 … 1, each once"):
+            sinks.epsilon_sweep(found, sinks.buckets(40), layers=layers)
+    for scores, buckets, name in (("x", sinks.buckets(40), "scores"), (found, "x", "buckets")):
+        with pytest.raises(TheoryError, match=f"{name}='x'; allowed: what sinks.{name} returns"):
+            sinks.epsilon_sweep(scores, buckets)

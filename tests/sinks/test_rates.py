@@ -63,3 +63,5 @@ def test_a_threshold_that_is_no_mass(threshold):
     for measure in (sinks.sink_rates, sinks.share):
         with pytest.raises(TheoryError, match=r"threshold=.*; allowed: a mass from 0 to 1"):
             measure(by_hand([[0.3]]), threshold)
+        with pytest.raises(TheoryError, match=r"scores='x'; allowed: what sinks.scores returns"):
+            measure("x")

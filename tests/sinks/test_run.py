@@ -1,7 +1,6 @@
 """The experiment on a tiny model that reads bytes: every number of a summary against loops over the scores."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from kvprobe import observe, sinks
@@ -215,7 +214,6 @@ def test_words_become_settings():
     docs = from_command(GIVEN | {"docs": "essays", "documents": 6, "epsilons": "0,1e-3", "exclude_layers": "2,0,2"})
     assert (docs.task, docs.rows, docs.documents, docs.with_after) == (None, "all", 6, False)
     assert docs.epsilons == (0.0, 1e-3) and docs.exclude_layers == (0, 2)
-    assert from_command(GIVEN | {"documents": 3}).task is None
 
 
 @pytest.mark.parametrize(
@@ -223,6 +221,12 @@ def test_words_become_settings():
     [
         ({"docs": "essays", "task": "niah_single_1"}, "--docs .* --task"),
         ({"documents": 1, "items": 1}, "--documents .* --items"),
+        ({"documents": 3}, "--documents goes with --docs; allowed: --docs essays"),
+        ({"join": 2}, "--join goes with --docs; allowed: --docs essays"),
+        ({"template": "none"}, "--template goes with --docs"),
+        ({"chat": True}, "--chat goes with --docs"),
+        ({"epsilon": 1e308}, r"epsilon=1e\+308; allowed: a number from 0 to 1e\+06"),
+        ({"epsilons": "0,1e7"}, r"epsilon=10000000.0; allowed: a number from 0 to 1e\+06"),
         ({"docs": "essays", "after": True}, "after needs an answer"),
         ({"docs": "essays", "queries": "answer"}, "documents do not have"),
         ({"task": "niah"}, "no task 'niah'"),
@@ -253,11 +257,6 @@ def test_what_a_model_refuses(reader):
         sinks.Settings(p=0)
 
 
-def test_course_means_are_ratios_of_means():
-    from kvprobe.sinks.summary import course_means
-
-    table = pd.DataFrame(
-        {"bucket": ["a"] * 4, "token": [0, 0, 1, 1], "mass": [0.1, 0.3, 0.0, 0.0], "value": [1.0, 5.0, 0.0, 0.0]}
-    )
-    found = course_means(table)
-    assert found["ratio"].iloc[0] == pytest.approx(15) and np.isnan(found["ratio"].iloc[1])
+def test_chat_and_join_go_with_documents():
+    plain = from_command(GIVEN | {"docs": "essays", "chat": True, "join": 2, "template": "none", "documents": 1})
+    assert (plain.task, plain.docs, plain.chat, plain.join, plain.documents) == (None, "essays", True, 2, 1)

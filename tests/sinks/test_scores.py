@@ -219,10 +219,19 @@ def test_rows_by_position():
         sinks.scores(trace, rows=[40])
 
 
-@pytest.mark.parametrize("epsilon", [-1e-9, float("nan"), float("inf"), "1e-4", None, True])
+@pytest.mark.parametrize("epsilon", [-1e-9, float("nan"), float("inf"), 1.1e6, 1e308, 1j, "1e-4", None, True])
 def test_an_epsilon_that_is_none(epsilon):
-    with pytest.raises(TheoryError, match=r"epsilon=.*; allowed: a finite number of at least 0"):
+    with pytest.raises(TheoryError, match=r"epsilon=.*; allowed: a number from 0 to 1e\+06"):
         sinks.scores(row_trace(), epsilon=epsilon)
+    assert np.isfinite(sinks.scores(row_trace(), epsilon=1e6).value_mass()).all()
+
+
+def test_what_is_no_trace():
+    for wrong in ("x", None, sinks.scores(row_trace())):
+        with pytest.raises(TheoryError, match=r"trace=.*; allowed: a Trace, such as kvprobe.observe returns"):
+            sinks.scores(wrong)
+    with pytest.raises(TheoryError, match=r"buckets=None; allowed: what sinks.buckets returns"):
+        sinks.scores(row_trace()).bucket_table(None)
 
 
 def test_other_words_are_one_line():
@@ -231,7 +240,7 @@ def test_other_words_are_one_line():
         found.ratio("heads")
     with pytest.raises(TheoryError, match="quantity='sum'; allowed: mass, value_mass, norm"):
         found.pooled("sum")
-    for layers in ([], [2], [0, 0], [-1]):
+    for layers in ([], [2], [0, 0], [-1], 1, ["0"]):
         with pytest.raises(TheoryError, match=r"layers=.*; allowed: one or more of 0 … 1, each once"):
             found.ratio("all", layers=layers)
     with pytest.raises(TheoryError, match="p = 3; allowed: 1, 2"):

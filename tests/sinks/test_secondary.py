@@ -192,6 +192,28 @@ def test_recovery_of_nothing_is_none(tiny):
         assert (part["n_layers"], part["n_positive"], part["n_negative"]) == (0, 0, made.candidates.sum())
 
 
+@families
+def test_recovery_of_some_layers_is_that_of_the_others_never_seen(family, tiny):
+    """Layers that are left out lend neither counts nor AUROCs: the same as if nothing in them were a candidate."""
+    _, found, made = measured(tiny(family), catalogue.ids(5))
+    whole = sinks.recovery(made, found)["all_four"]
+    for layers in ([1], [2, 0]):
+        part = sinks.recovery(made, found, layers)["all_four"]
+        kept = np.isin(np.arange(3), layers)
+        assert part["n_positive"] == (made.label & kept[:, None]).sum()
+        assert part["n_negative"] == (made.candidates & ~made.label & kept[:, None]).sum()
+        for name, by_layer in whole["by_layer"].items():
+            expected = [value if kept[layer] else None for layer, value in enumerate(by_layer)]
+            assert part["by_layer"][name] == expected
+            left = [value for value in expected if value is not None]
+            assert part["auroc"][name] == (pytest.approx(np.mean(left)) if left else None)
+    with pytest.raises(TheoryError, match=r"layers=\[3\]; allowed: one or more of 0 … 2, each once"):
+        sinks.recovery(made, found, [3])
+    for pair, name in (((made, None), "scores"), ((None, found), "secondary")):
+        with pytest.raises(TheoryError, match=f"{name}=None; allowed: what"):
+            sinks.recovery(*pair)
+
+
 def test_what_does_not_belong_together(tiny):
     model, prompt = tiny("llama"), Prompt.from_ids(catalogue.ids(5))
     trace = observe(model, prompt, slice(None))
@@ -215,11 +237,14 @@ def test_what_does_not_belong_together(tiny):
         {"min_seen": 0},
         {"first": 0},
         {"times": "4"},
+        {"first": 2.5},
+        {"min_seen": 16.0},
+        {"first": True},
     ],
 )
 def test_options_out_of_range(wrong):
     name = next(iter(wrong))
-    with pytest.raises(TheoryError, match=rf"{name}=.*; allowed: a number from"):
+    with pytest.raises(TheoryError, match=rf"{name}=.*; allowed: a (number from|whole number of at least)"):
         sinks.SecondaryOptions(**wrong)
 
 
