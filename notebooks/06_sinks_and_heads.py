@@ -16,8 +16,8 @@
 #
 # Much attention on a token says that heads *look* there. Whether they carry anything away is another question: the
 # first position takes half of all attention in many heads, and its value is a fifth of the usual. This notebook puts
-# the value beside the attention, finds the tokens that take much and give little, finds the heads that search, and checks
-# those by cutting the evidence out of them alone.
+# the value beside the attention, finds the tokens that take much and give little, finds the heads that search, and
+# checks those by cutting the evidence out of them alone.
 
 # %%
 import matplotlib.pyplot as plt
