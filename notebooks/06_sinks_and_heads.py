@@ -15,9 +15,9 @@
 # # Sink or search?
 #
 # Much attention on a token says that heads *look* there. Whether they carry anything away is another question: the
-# first position takes half of all attention in many heads, and its value is a fifth of the usual. This notebook puts
-# the value beside the attention, finds the tokens that take much and give little, finds the heads that search, and
-# checks those by cutting the evidence out of them alone.
+# first position takes half of all attention in many heads, and its value is small there. This notebook puts the value
+# beside the attention, finds the tokens that take much and give little, finds the heads that search, and checks those
+# by cutting the evidence out of them alone.
 
 # %%
 import matplotlib.pyplot as plt
@@ -88,9 +88,9 @@ print("their mass in layers 3–9:", np.round(together[3:10], 2))
 print("their value norm over the head's median there:", round(float(relative[3:10][:, :, keys].mean()), 2))
 
 # %% [markdown]
-# The early layers have a sink, too: it is spread over occurrences of one frequent word. How well do scores that need
-# no hidden state recover the label? (Its condition on mass makes part of this circular; the rows without it say how
-# much.)
+# The early layers have a sink, too: it is spread over a quarter of the occurrences of one frequent word. How well do
+# scores that need no hidden state recover the label? (Its condition on mass makes part of this circular; the columns
+# without it say how much: here nothing, the three labels name the same tokens.)
 
 # %%
 recovered = kp.sinks.recovery(secondary, scores)

@@ -48,7 +48,7 @@ def print_heads(summary: dict[str, Any], out: Path | None) -> None:
     lengths, depths = summary["lengths"], summary["depths"]
     screen.print(
         f"heads of {summary['model']}: {summary['task']}, {len(lengths)} lengths ({min(lengths)}–{max(lengths)} tokens)"
-        f" × {len(depths)} depths × {plural(summary['needles'], 'needle')} × "
+        f" × {plural(len(depths), 'depth')} × {plural(summary['needles'], 'needle')} × "
         f"{plural(len(summary['seeds']), 'seed')}"
     )
     for kind in ("retrieval", "reasoning"):

@@ -82,8 +82,8 @@ def causal(model: Any, scores: Any, items: Sequence[Item], *, k: int = 10, draws
 
     chosen, others = _chosen(model, scores, k)
     draws, seed = count("draws", draws, 1), count("seed", seed, 0)
-    if not items:
-        raise TaskError("no items to check heads on: give at least one")
+    if isinstance(items, Item) or not items:
+        raise TaskError(f"items={quote(items)}: allowed is a list of at least one item to check heads on")
     for item in items:
         evidence(item)
     rows = [

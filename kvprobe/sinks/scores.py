@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,11 +62,11 @@ class Scores:
         Left pads; the norm; ε of :meth:`value_mass` unless another is given.
     """
 
-    mass: Array
-    norms: Array
-    seen: NDArray[np.int64]
-    learned: Array
-    queries: tuple[int, ...]
+    mass: Array = field(repr=False)
+    norms: Array = field(repr=False)
+    seen: NDArray[np.int64] = field(repr=False)
+    learned: Array = field(repr=False)
+    queries: tuple[int, ...] = field(repr=False)
     pad: int = 0
     p: int = 1
     epsilon: float = EPSILON
