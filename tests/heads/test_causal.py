@@ -166,7 +166,9 @@ def test_what_cannot_be_checked_is_named(tiny):
         causal(model, SCORES, items, k=2, draws=0)
     with pytest.raises(InterventionError, match=r"layers \[1\], none is left"):
         causal(model, np.eye(3)[1][:, None] * np.ones(6), items, k=6)
-    with pytest.raises(TaskError, match="no items"):
+    with pytest.raises(TaskError, match="allowed is a list of at least one item"):
         causal(model, SCORES, [], k=2)
+    with pytest.raises(TaskError, match="allowed is a list of at least one item"):
+        causal(model, SCORES, items[0], k=2)
     with pytest.raises(TaskError, match="no evidence"):
         causal(model, SCORES, [*items, replace(items[0], spans={})], k=2)
