@@ -51,11 +51,6 @@ def effect(plain, item, heads, spans=None, clean=None):
     return delta, kl
 
 
-def written(plain, item, heads, steps, eos=()):
-    """Tokens decoded greedily with the heads masked, every one from a run over everything so far."""
-    return plain.greedy(tokens(item, answer=False), steps, lambda total: table(plain, item, heads, total), eos)
-
-
 def closed(trace, spans, p):
     """L, θ, a_S of every layer and head, means over rows: each row's softmax and sums by loops in float64."""
     cut = {k for start, stop in spans for k in range(start, stop)}

@@ -10,10 +10,10 @@ from kvprobe import tasks
 from kvprobe.errors import TaskError, quote
 from kvprobe.heads.grid import Grid
 from kvprobe.heads.rule import Rule
+from kvprobe.heads.trials import SPANS
 from kvprobe.inputs import words
 from kvprobe.tasks.items import Item
 
-SPANS = ("value", "needle")
 CAUSAL_SEEDS = 1 << 48
 """Items of the causal check are made with seeds from here on: those of a grid's cells lie below."""
 

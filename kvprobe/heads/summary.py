@@ -13,7 +13,7 @@ from kvprobe.errors import TaskError
 from kvprobe.heads.measuring import Scan
 from kvprobe.heads.repeats import stability
 from kvprobe.heads.scanning import THRESHOLD, Trial, share, top
-from kvprobe.heads.single_heads import agreement
+from kvprobe.heads.single_heads import agreement, spearman
 
 Array = NDArray[np.float64]
 SHOWN = 20
@@ -57,13 +57,8 @@ def _scored(scan: Scan, kind: str) -> dict[str, Any]:
 
 
 def _correlation(one: Array | None, other: Array | None) -> float | None:
-    """Spearman's ρ over heads of the two kinds of score, ties at their mean rank; None where one is constant."""
-    from scipy.stats import rankdata
-
-    if one is None or other is None:
-        return None
-    ranks = [rankdata(each.ravel()) for each in (one, other)]
-    return None if min(np.ptp(each) for each in ranks) == 0 else float(np.corrcoef(*ranks)[0, 1])
+    """Spearman's ρ over heads of the two kinds of score; None where one is constant, or was not answered."""
+    return None if one is None or other is None else spearman(one.ravel(), other.ravel())
 
 
 def _stable(scan: Scan) -> dict[str, Any]:
