@@ -33,7 +33,20 @@ _HOME = {
 }
 _MODULES = ("eviction", "maps", "placebo", "tasks")
 _REACHABLE = (
-    *("audits", "cells", "heads", "interventions", "outcomes", "plots", "records", "sinks", "spans", "stats", "theory"),
+    *(
+        "audits",
+        "cells",
+        "heads",
+        "interventions",
+        "outcomes",
+        "plan",
+        "plots",
+        "records",
+        "sinks",
+        "spans",
+        "stats",
+        "theory",
+    ),
 )
 """Not at the front door, but ``kvprobe.records`` works as the others do."""
 

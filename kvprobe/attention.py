@@ -5,7 +5,8 @@ every class which dispatches its attention there hands over rotated queries, key
 together with its scale, window, soft-cap and learned sinks. What happens then depends on the active :class:`Run`:
 
 * no run: the plain SDPA call of transformers (a twin in a user's hands behaves as any transformers model);
-* a run without masks or prefix: SDPA again, with the query rows that were asked for put aside;
+* a run without masks or prefix: SDPA again, with the query rows that were asked for put aside (a later chunk of the
+  same prompt included);
 * anything else: the two-part attention of :mod:`kvprobe.twopart`, which never copies the shared prefix.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from kvprobe.chunkbias import ChunkBias, KeyBias
 from kvprobe.errors import ModelError
 from kvprobe.layerspec import CellEdit, LayerRecord, LayerSpec
-from kvprobe.twopart import Parts, cap, chunks
+from kvprobe.twopart import Parts, cap, chunks, visible
 
 NAME = "kvprobe"
 """The name under which the function is registered with transformers."""
@@ -55,6 +56,11 @@ class Run:
     observer
         Called on every layer with (layer, query, key, value, spec) before it attends: whoever needs all query rows
         takes what it needs there, so that no layer's rows outlive it.
+    limit
+        Bytes of logits held at once; None for what suits the device (``CHUNK_BYTES``).
+    dry
+        Called instead of attending, with (query, key, value, spec): only shapes matter (:mod:`kvprobe.costs` counts
+        bytes and FLOPs that way).
     """
 
     prefix: list[tuple[Tensor, Tensor]] | None = None
@@ -63,6 +69,8 @@ class Run:
     edits: Mapping[int, Mapping[int, Sequence[CellEdit]]] = field(default_factory=dict)
     capture: Tensor | None = None
     observer: Observer | None = None
+    limit: int | None = None
+    dry: Callable[[Tensor, Tensor, Tensor, LayerSpec], Tensor] | None = None
     queries: dict[int, Tensor] = field(default_factory=dict)
     specs: dict[int, LayerSpec] = field(default_factory=dict)
     records: dict[int, LayerRecord] = field(default_factory=dict)
@@ -133,6 +141,11 @@ def attention_forward(
         raise ModelError(
             f"{type(module).__name__} adds a position bias inside attention; kvprobe cannot mask it exactly"
         )
+    if attention_mask is not None:  # inside a run transformers' mask makers return None: this one is the class' own
+        raise ModelError(
+            f"{type(module).__name__} makes an attention mask of its own; allowed: classes whose masks positions and "
+            "sliding_window describe"
+        )
     layer = int(module.layer_idx)
     run.specs[layer] = spec
     if run.capture is not None:
@@ -140,9 +153,13 @@ def attention_forward(
     if run.observer is not None:
         run.observer(layer, query, key, value, spec)
     arms, edits = run.biases.get(layer, {}), run.edits.get(layer, {})
-    whole = run.prefix is None and key.shape[2] == query.shape[2]
-    if whole and spec.plain and not arms and not edits:
+    alone = run.prefix is None and spec.plain and not arms and not edits
+    if run.dry is not None:
+        out = run.dry(query, key, value, spec)
+    elif alone and key.shape[2] == query.shape[2]:
         out = _sdpa(module, query, key, value, None, spec, dropout)
+    elif alone and query.shape[2] > 1:
+        out = _continued(query, key, value, spec, _limit(run, query))
     else:
         out = _two_part(query, key, value, spec, run, layer, arms, edits)
     if run.outputs is not None:
@@ -154,6 +171,32 @@ def _sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spe
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, q, k, v, mask, dropout=dropout, scaling=spec.scale)[0]
+
+
+def _continued(query: Tensor, key: Tensor, value: Tensor, spec: LayerSpec, limit: int) -> Tensor:
+    """Rows that follow earlier ones of the same pass' cache: SDPA under a mask of t × n at most, a block at a time.
+
+    The heads of a kv head are laid behind one another as rows, so that keys and values are not repeated for them.
+    """
+    heads, t, group = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
+    out = query.new_empty(query.shape[0], t, heads, value.shape[-1])
+    step = max(16, limit // (4 * group * key.shape[2]))
+    for row in range(0, t, step):
+        q = query[:, :, row : row + step]
+        last = key.shape[2] - t + row + q.shape[2]
+        at = torch.arange(last, device=query.device)
+        mask = visible(at[-q.shape[2] :], at, None).repeat(group, 1)
+        packed = q.unflatten(1, (-1, group)).flatten(2, 3)
+        z = torch.nn.functional.scaled_dot_product_attention(
+            packed, key[:, :, :last], value[:, :, :last], attn_mask=mask, scale=spec.scale
+        )
+        out[:, row : row + step] = z.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)
+    return out
+
+
+def _limit(run: Run, query: Tensor) -> int:
+    """Bytes of logits that this run may hold at once."""
+    return CHUNK_BYTES.get(query.device.type, CHUNK_BYTES["default"]) if run.limit is None else run.limit
 
 
 def _outside(
@@ -203,8 +246,8 @@ def _two_part(
     part = Parts(query, key, value, prefix, spec, 0 if prefix is None else prefix[0].shape[1])
     out = query.new_empty(batch, t, heads, value.shape[-1])
     record = _blank_record(query, bool(arms))
-    limit = CHUNK_BYTES.get(query.device.type, CHUNK_BYTES["default"])
-    for b, rows in chunks(batch, t, heads * (part.prefix_length + key.shape[2]) * 4, limit):
+    row_bytes = heads * (part.prefix_length + key.shape[2]) * 4
+    for b, rows in chunks(batch, t, row_bytes, _limit(run, query)):
         chosen = {arm - b.start: bias for arm, bias in arms.items() if b.start <= arm < b.stop}
         more = {arm - b.start: some for arm, some in edits.items() if b.start <= arm < b.stop}
         z = part.attend(b, rows, chosen, record, run.prepared, more)

@@ -26,8 +26,6 @@ from kvprobe.errors import DataError
 from kvprobe.versions import versions
 
 MANIFEST = "kvprobe-manifest.json"
-SMALL_BYTES = 16 << 20
-"""Files up to this size are hashed each time; a larger one only when its modification time has changed."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,20 @@ def ensure(progress: bool = True, source: Source = SMOLLM2_135M) -> Path:
 
 
 def verify(folder: Path, source: Source = SMOLLM2_135M) -> None:
-    """Check a finished folder against its manifest: a few milliseconds while no large file has been touched.
+    """Check every byte of a finished folder against its manifest: about half a second, so that no damage goes unseen.
 
     Raises
     ------
     DataError
-        Naming the first file that is missing or differs, what was expected and found, and the folder to delete.
+        Naming the first file that is missing, unreadable or different, what was expected and found, and the folder to
+        delete.
     """
-    manifest = folder / MANIFEST
-    problem = _difference(manifest, source)
+    try:
+        problem = _difference(folder / MANIFEST, source)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the embedded model in {folder}: {error}; KVPROBE_CACHE names another cache folder"
+        ) from error
     if problem:
         raise DataError(f"the embedded model is damaged: {problem}; delete {folder} and run again")
 
@@ -129,7 +132,9 @@ def _difference(manifest: Path, source: Source) -> str | None:
     try:
         made = json.loads(manifest.read_text(encoding="utf-8"))
         origin, files = made["source"], made["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except PermissionError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{manifest} is missing or unreadable ({type(error).__name__})"
     if origin != asdict(source):
         return f"{manifest} names another source than {source.requirement}"
@@ -140,11 +145,9 @@ def _difference(manifest: Path, source: Source) -> str | None:
 def _file_difference(path: Path, recorded: dict[str, Any]) -> str | None:
     if not path.is_file():
         return f"{path} is missing"
-    status = path.stat()
-    if status.st_size != recorded["bytes"]:
-        return f"{path} has {status.st_size} bytes, expected {recorded['bytes']}"
-    if status.st_size > SMALL_BYTES and status.st_mtime_ns == recorded["mtime_ns"]:
-        return None
+    size = path.stat().st_size
+    if size != recorded["bytes"]:
+        return f"{path} has {size} bytes, expected {recorded['bytes']}"
     got = _sha256(path)
     return None if got == recorded["sha256"] else f"{path} has sha256 {got}, expected {recorded['sha256']}"
 
@@ -234,10 +237,7 @@ def _sha256(path: Path) -> str:
 
 
 def _write_manifest(folder: Path, source: Source) -> None:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {"source": asdict(source), "files": files, "versions": versions()}
     Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

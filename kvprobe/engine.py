@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from kvprobe.attention import Observer, Run, active
 from kvprobe.errors import ModelError
+from kvprobe.projections import NAMES
+from kvprobe.projections import output_bias as output_bias
+from kvprobe.projections import output_weights as output_weights
+from kvprobe.sizes import UNLIMITED, Limits
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,46 @@ def new_cache() -> Any:
     return DynamicCache()
 
 
+def reserved_cache(length: int, n_layers: int) -> Any:
+    """A cache with room for ``length`` tokens: pieces of a prompt are written behind one another, nothing is copied."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.layers = [_reserved_layer()(length) for _ in range(n_layers)]
+    return cache
+
+
+@lru_cache(maxsize=1)
+def _reserved_layer() -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    class Reserved(DynamicLayer):
+        """Keys and values [B, K, ≤ length, d] as views of one allocation."""
+
+        keys: Tensor
+        values: Tensor
+
+        def __init__(self, length: int) -> None:
+            super().__init__()
+            self.length = length
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            """Write behind what is there; returns all of it."""
+            done = 0 if not self.is_initialized else self.keys.shape[2]
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+                self.room = [
+                    each.new_empty(*each.shape[:2], self.length, each.shape[3]) for each in (key_states, value_states)
+                ]
+            stop = done + key_states.shape[2]
+            for room, new in zip(self.room, (key_states, value_states), strict=True):
+                room[:, :, done:stop] = new
+            self.keys, self.values = (room[:, :, :stop] for room in self.room)
+            return self.keys, self.values
+
+    return Reserved
+
+
 def forward(twin: Any, ids: Tensor, run: Run, cache: Any, keep: int | Tensor = 0) -> Tensor:
     """Logits [B, rows, vocab] of new tokens ids [B, t] that follow the run's prefix and what ``cache`` already holds.
 
@@ -74,14 +119,44 @@ def cached_layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def prefill(
-    twin: Any, ids: Tensor, capture: Tensor | None = None, observer: Observer | None = None
+    twin: Any,
+    ids: Tensor,
+    capture: Tensor | None = None,
+    observer: Observer | None = None,
+    limits: Limits = UNLIMITED,
 ) -> tuple[Prefix, Run]:
-    """Run ids [n] once by the twin's fastest exact attention; optionally keep the query rows at ``capture``."""
-    run = Run(capture=capture, observer=observer)
-    cache = new_cache()
-    logits = forward(twin, ids[None], run, cache, keep=1)
+    """Run ids [n] once by the twin's fastest exact attention; optionally keep the query rows at ``capture``.
+
+    With ``limits.chunk`` the tokens go through in pieces of that many, each behind the cache of those before it: what
+    layers need while they work shrinks with the piece. An observer sees all rows of a layer at once, in one piece.
+    """
+    chunk = len(ids) if limits.chunk is None or observer is not None else limits.chunk
+    pieces = chunk < len(ids)
+    cache = reserved_cache(len(ids), twin.config.get_text_config().num_hidden_layers) if pieces else new_cache()
+    rows, done = [], []
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        inside = None if capture is None else ((capture >= start) & (capture < start + len(part))).nonzero().flatten()
+        at = None if inside is None or capture is None else capture[inside] - start
+        run = Run(start=start, capture=at, observer=observer, limit=limits.logits_bytes)
+        logits = forward(twin, part[None], run, cache, keep=1)
+        if inside is not None:
+            rows.append(inside)
+        done.append(run.queries)
+    run.queries = _in_order(rows, done) if len(done) > 1 else run.queries
     layers = [(keys[0], values[0]) for keys, values in cached_layers(cache)]
     return Prefix(ids, layers, logits[0, -1]), run
+
+
+def _in_order(rows: Sequence[Tensor], queries: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Captured rows of several pieces as one, in the order in which they were asked for."""
+    if not rows:
+        return {}
+    order = torch.cat(list(rows)).argsort()
+    return {
+        layer: torch.cat([piece[layer] for piece in queries], 2)[:, :, order.to(queries[0][layer].device)]
+        for layer in queries[0]
+    }
 
 
 def extend(twin: Any, prefix: Prefix, ids: Tensor) -> Prefix:
@@ -95,39 +170,12 @@ def extend(twin: Any, prefix: Prefix, ids: Tensor) -> Prefix:
     return Prefix(torch.cat([prefix.ids.to(ids.device), ids]), layers, logits[0, -1])
 
 
-def output_weights(module: Any, n_heads: int) -> Tensor:
-    """W_O of an attention module as views per query head, [H, d_v, D].
-
-    Linear stores [D, H·d_v], GPT-2's Conv1D [H·d_v, D]. Which child it is gets verified numerically at load.
-    """
-    for name in ("o_proj", "c_proj", "out_proj", "dense", "wo"):
-        child = getattr(module, name, None)
-        if child is None:
-            continue
-        weight = getattr(child, "weight", None)
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            raise ModelError(
-                f"{type(module).__name__}.{name}.weight is stored as {getattr(weight, 'dtype', None)}: "
-                "kvprobe reads W_O in floating point only (load the model unquantised)"
-            )
-        matrix = weight if type(child).__name__ == "Conv1D" else weight.T
-        return matrix.detach().view(n_heads, -1, matrix.shape[1]) if matrix.is_contiguous() else _split(weight, n_heads)
-    raise ModelError(
-        f"{type(module).__name__} has no output projection that kvprobe knows (o_proj, c_proj, out_proj, dense, wo)"
-    )
-
-
-def _split(weight: Tensor, n_heads: int) -> Tensor:
-    """[D, H·d] → [H, d, D] as a view."""
-    return weight.detach().unflatten(1, (n_heads, -1)).permute(1, 2, 0)
-
-
 def attention_modules(twin: Any, n_layers: int) -> Sequence[Any]:
     """The modules that own the output projections, by layer index."""
     found: dict[int, Any] = {}
     for module in twin.modules():
         index = getattr(module, "layer_idx", None)
-        if index is not None and any(hasattr(module, name) for name in ("o_proj", "c_proj", "out_proj", "dense", "wo")):
+        if index is not None and any(hasattr(module, name) for name in NAMES):
             found.setdefault(int(index), module)
     if sorted(found) != list(range(n_layers)):
         raise ModelError(
@@ -146,14 +194,6 @@ def mlp_module(layer: Any) -> Any:
         f"{type(layer).__name__} has no feed-forward module that kvprobe knows (mlp, feed_forward, block_sparse_moe, "
         "ffn)"
     )
-
-
-def output_bias(module: Any) -> Tensor | None:
-    """The bias of the output projection, or None."""
-    for name in ("o_proj", "c_proj", "out_proj", "dense", "wo"):
-        if hasattr(module, name):
-            return getattr(getattr(module, name), "bias", None)
-    return None
 
 
 def end_of_sequence(model: Any) -> frozenset[int]:

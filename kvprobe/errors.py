@@ -6,6 +6,9 @@ prints that line and exits 2. Broken invariants of our own raise ``AssertionErro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def quote(value: object, limit: int = 80) -> str:
     """A value as a message shows it: its repr, on one line, shortened."""
@@ -22,7 +25,14 @@ class ModelError(KVProbeError):
 
 
 class CapabilityError(ModelError):
-    """A model that loads, but on which an intervention would not do what it says."""
+    """A model that loads, but on which an intervention would not do what it says.
+
+    ``facts`` is what was found before it was refused, by the names of :class:`kvprobe.capability.Report`.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.facts = dict(facts or {})
 
 
 class PromptError(KVProbeError):
@@ -31,6 +41,10 @@ class PromptError(KVProbeError):
 
 class InterventionError(KVProbeError):
     """A mask (or other intervention) that cannot be applied as asked."""
+
+
+class PlanError(KVProbeError):
+    """A run that does not fit the memory at hand, or an amount of memory that is none."""
 
 
 class EvictionError(KVProbeError):

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,10 +21,12 @@ from torch import Tensor
 
 from kvprobe import attention, checks, embedded, engine
 from kvprobe.capability import Report
+from kvprobe.costs import Costs, hollow
 from kvprobe.errors import CapabilityError, ModelError, quote
 from kvprobe.inputs import count
 from kvprobe.interventions.plan import Scene
 from kvprobe.rotary import Rotary
+from kvprobe.versions import versions
 
 LEARNED = ("wpe", "embed_positions", "position_embeddings")
 """Modules that add a position to the embedding, before any key is made."""
@@ -133,6 +135,11 @@ class Model:
         return self._rotary.rotate(self._rotary.unrotate(keys, there), here)
 
     @cached_property
+    def costs(self) -> Costs:
+        """What passes of this model cost (:mod:`kvprobe.costs`)."""
+        return Costs(hollow(self.twin), self.device)
+
+    @cached_property
     def _rotary(self) -> Rotary:
         return Rotary.of(self)
 
@@ -178,7 +185,9 @@ def load(
     Raises
     ------
     ModelError
-        The model cannot be found, or a capability check fails: the message names layer, class, versions and a way out.
+        The model cannot be found or read.
+    CapabilityError
+        It can be read, but not be intervened on: the message names layer, class, versions and a way out.
     """
     source, label = _resolve(name)
     hf, tokenizer = _from_transformers(source, label, dtype, trust_remote_code, options)
@@ -190,8 +199,28 @@ def load(
     reference = checks.reference_logits(hf, probe)
     twin = make_twin(hf)
     bridge = _boot(source, hf, tokenizer, label)
-    geometry, report = checks.run(label, hf, twin, bridge, probe, reference)
-    return Model(label, bridge, twin, tokenizer, Geometry(**geometry), report, _max_length(hf.config))
+    _round_rotated(bridge, twin.dtype)
+    geometry, report = checks.run(label, twin, bridge, probe, reference)
+    return Model(label, bridge, twin, tokenizer, Geometry(**geometry), report, max_length(hf.config))
+
+
+def describe(name: str | os.PathLike[str]) -> tuple[Any, str]:
+    """A model's config and short name, its weights not read: ``name`` as for :func:`load`."""
+    from transformers import AutoConfig
+
+    source, label = _resolve(name)
+    if not os.path.isdir(source):
+        _require_hub(source, {})
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # as in load
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"cannot read the config of {label!r}: {reason} (allowed: 'smollm2-135m', a folder, or a hub name)"
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise CapabilityError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
+    return config, label
 
 
 def make_twin(hf: Any) -> Any:
@@ -204,9 +233,11 @@ def make_twin(hf: Any) -> Any:
     twin = copy.deepcopy(hf, dict(shared))
     twin.set_attn_implementation(attention.NAME)
     if twin.config._attn_implementation != attention.NAME:
-        raise ModelError(
-            f"{type(hf).__name__} keeps its own attention (set_attn_implementation had no effect): kvprobe cannot see "
-            "its logits. Way out: a class that uses transformers' AttentionInterface"
+        layers = twin.config.get_text_config().num_hidden_layers
+        raise _refusal(
+            hf,
+            f"all {layers} layers keep the class' own attention (set_attn_implementation had no effect): kvprobe "
+            "cannot see its logits; way out: a class that uses transformers' AttentionInterface",
         )
     return twin
 
@@ -226,11 +257,11 @@ def _resolve(name: str | os.PathLike[str]) -> tuple[str, str]:
         raise ModelError("the model's name is empty: give 'smollm2-135m', a folder with config.json, or a hub name")
     if text.lower() in EMBEDDED:
         return str(embedded.ensure()), EMBEDDED[0]
-    if Path(text).is_dir():
+    if os.path.isdir(text):
         return text, Path(text).resolve().name
-    if Path(text).is_file() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+    if os.path.isfile(text) or text.startswith((".", "/", "~")) or text.count("/") > 1:
         raise ModelError(
-            f"{text!r} is not a model folder: give 'smollm2-135m', a folder with config.json, or a hub name"
+            f"{quote(text, 300)} is not a model folder: give 'smollm2-135m', a folder with config.json, or a hub name"
         )
     return text, text
 
@@ -240,7 +271,7 @@ def _from_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if not Path(source).is_dir():
+    if not os.path.isdir(source):
         _require_hub(source, options)
     keep = {
         key: options[key]
@@ -251,7 +282,7 @@ def _from_transformers(
         with _quiet():
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust, **keep)
             if getattr(config, "is_encoder_decoder", False):
-                raise ModelError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
+                raise CapabilityError(f"{label} is an encoder-decoder; allowed: decoder-only language models")
             model, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype or "auto",
@@ -280,7 +311,13 @@ def _require_hub(source: str, options: dict[str, Any]) -> None:
     """Fail at once where a hub name is neither cached nor reachable: transformers would retry for half a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(source, "config.json", options.get("cache_dir"), options.get("revision"))
+    try:
+        cached = try_to_load_from_cache(source, "config.json", options.get("cache_dir"), options.get("revision"))
+    except ValueError:  # of its validator of names
+        raise ModelError(
+            f"{quote(source)} is neither a folder nor a hub name: give 'smollm2-135m', a folder with config.json, or a "
+            "hub name"
+        ) from None
     if isinstance(cached, str) or constants.HF_HUB_OFFLINE or any(name in os.environ for name in PROXIES):
         return
     host = urlsplit(constants.ENDPOINT).hostname
@@ -310,13 +347,26 @@ def _quiet() -> Iterator[None]:
 def _refuse_unsupported(hf: Any, label: str) -> None:
     """Attention patterns that positions and a window do not describe, and weights that cannot be shared."""
     config = hf.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or getattr(config, "attention_chunk_size", None):
-        raise ModelError(
-            f"{label}: attention of kind {sorted(kinds) or ['chunked']} is not supported; allowed: full and sliding"
+    kinds = getattr(config, "layer_types", None) or ()
+    strange = [layer for layer, kind in enumerate(kinds) if kind not in ("full_attention", "sliding_attention")]
+    if strange or getattr(config, "attention_chunk_size", None):
+        names = sorted({kinds[layer] for layer in strange}) or ["chunked"]
+        where = f" (layers {strange})" if strange else ""
+        raise _refusal(
+            hf,
+            f"attention of kind {names}{where} is not supported; allowed: full and sliding, which positions and a "
+            "window describe",
+            label,
         )
     if any(parameter.device.type == "meta" for parameter in hf.parameters()):
         raise ModelError(f"{label} is partly offloaded to disk: the twin cannot share its weights; load it whole")
+    rounding = [name for name, parameter in hf.named_parameters() if type(parameter).__name__ == "Int8Params"]
+    if rounding:
+        raise CapabilityError(
+            f"{label} ({type(hf).__name__}): {rounding[0]} and {len(rounding) - 1} more are 8-bit weights of "
+            "bitsandbytes, whose products round activations too, and no two ways to the same numbers agree; allowed: "
+            "4 bits, 8-bit weights alone (torchao's Int8WeightOnlyConfig), or 16 bits and more"
+        )
 
 
 def _boot(source: str, hf: Any, tokenizer: Any, label: str) -> Any:
@@ -325,13 +375,42 @@ def _boot(source: str, hf: Any, tokenizer: Any, label: str) -> Any:
     try:
         return TransformerBridge.boot_transformers(source, hf_model=hf, tokenizer=tokenizer)
     except Exception as error:  # TransformerLens raises many kinds here; the user needs one line
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"TransformerLens has no working bridge for {label} ({type(hf).__name__}): {reason}"
-        ) from error
+        # It lists a hundred architectures that it does know.
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).split(" Available architectures")[0][:300]
+        what = f"TransformerLens has no working bridge for any of its layers ({reason.rstrip('.')})"
+        raise _refusal(hf, f"{what}; way out: an architecture that TransformerLens lists", label) from error
 
 
-def _max_length(config: Any) -> int | None:
+def _refusal(hf: Any, what: str, label: str | None = None) -> CapabilityError:
+    """The error that says so, naming the model, its class and what is installed."""
+    name = type(hf).__name__
+    who = name if label is None else f"{label} ({name})"
+    found = versions("transformers", "transformer-lens", "torch")
+    have = ", ".join(f"{package} {version}" for package, version in found.items() if package != "python")
+    return CapabilityError(f"{who}: {what} [{have}]", {"architecture": name})
+
+
+def _round_rotated(bridge: Any, dtype: torch.dtype) -> None:
+    """Rotated queries and keys of the bridge in the model's dtype, as transformers has them.
+
+    Where a rotary embedding gives cos and sin in fp32 (OLMo), TransformerLens goes on in fp32: keys then fit no cache
+    of the model's dtype, and the pattern does not fit its values. The hooks are this bridge's own and stay on it.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return
+    for block in bridge.blocks:
+        for name in ("hook_rot_q", "hook_rot_k"):
+            point = getattr(getattr(block, "attn", None), name, None)
+            if point is not None:
+                point.add_perma_hook(partial(_rounded, dtype))
+
+
+def _rounded(dtype: torch.dtype, tensor: Tensor, hook: Any) -> Tensor:
+    return tensor.to(dtype)
+
+
+def max_length(config: Any) -> int | None:
+    """Positions that a config allows, where it says so."""
     text = config.get_text_config()
     value = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(value) if value else None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvprobe.errors import ReceiptError
-from kvprobe.interventions.plan import Plan
+from kvprobe.interventions.effects import CELLS_AT_ONCE
+from kvprobe.interventions.plan import ArmBias, Plan
 from kvprobe.layerspec import LayerRecord
 from kvprobe.twopart import visible
 
@@ -118,10 +119,18 @@ def expected_cells(plan: Plan, arm: int, positions: Tensor, windows: Sequence[in
         bias = by_arm[arm]
         key = (id(bias), windows[layer])
         if key not in known:
-            values = bias.at(positions)
-            hit = (values < 0) & visible(positions, bias.columns, windows[layer])
-            known[key] = int(hit.sum()) * (n_heads if values.shape[0] == 1 else 1)
+            known[key] = _cells(bias, positions, windows[layer], n_heads)
         total += known[key]
+    return total
+
+
+def _cells(bias: ArmBias, positions: Tensor, window: int | None, n_heads: int) -> int:
+    """Visible cells with a bias, over all heads: in blocks of queries, never queries × keys at once."""
+    total = 0
+    for some in positions.split(max(1, CELLS_AT_ONCE // (n_heads * len(bias.columns)))):
+        values = bias.at(some)
+        hit = (values < 0) & visible(some, bias.columns, window)
+        total += int(hit.sum()) * (n_heads if values.shape[0] == 1 else 1)
     return total
 
 

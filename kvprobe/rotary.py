@@ -12,10 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe import engine
+from kvprobe.attention import Run
 from kvprobe.errors import CapabilityError
 
 PROBE = 12
 """Repetitions of one token in the proof: enough for fast pairs to turn twice around."""
+
+SHIFT = 7
+"""Positions by which the proof moves a text."""
 
 MOVING = ("dynamic", "longrope")
 """Kinds of scaling whose angles depend on the length of the text, not on the position alone."""
@@ -54,6 +58,9 @@ class Rotary:
         undone, makes them equal again and the wrong one does not. Models with learned sinks are proven by layer 0 alone
         (deeper down a sink's share, and with it the hidden state, depends on the row).
 
+        A text that stands a few positions later has the same hidden states, and keys turned by as much: on every layer
+        they must be what this rotation makes of them, or some layers turn otherwise, or not at all.
+
         Raises
         ------
         CapabilityError
@@ -70,6 +77,7 @@ class Rotary:
         exact = next(iter(twin.parameters())).dtype in (torch.float32, torch.float64)
         if not worst[best][0] <= (1e-3 if exact else 5e-2):
             raise CapabilityError(_unproven(twin, *worst[best], captured))
+        styles[best]._prove_keys(twin, 1e-3 if exact else 5e-2)
         return styles[best]
 
     def rotate(self, x: Float[Tensor, "*heads n d"], positions: Int[Tensor, " n"]) -> Float[Tensor, "*heads n d"]:
@@ -97,12 +105,27 @@ class Rotary:
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x if x.dtype == torch.float64 else x.float()
+        cos, sin = cos.to(x.device), sin.to(x.device)  # of a model on several devices the tables are on one
         pairs = cos.shape[-1]
         turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
         a, b = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
         a, b = a * cos - b * sin, b * cos + a * sin
         turned = torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
         return torch.cat((turned, rest), -1)
+
+    def _prove_keys(self, twin: Any, slack: float) -> None:
+        """Refuse a model whose keys, on any layer, do not move as this rotation says."""
+        at = torch.arange(PROBE, device=next(iter(twin.parameters())).device)
+        here, there = _keys(twin, 0), _keys(twin, SHIFT)
+        for layer, (keys, moved) in enumerate(zip(here, there, strict=True)):
+            mine = self.rotate(self.unrotate(keys, at), at + SHIFT)
+            off = float((mine - moved).norm(dim=-1).amax()) / max(float(moved.norm(dim=-1).amax()), 1e-30)
+            if not off <= slack:
+                still = torch.equal(keys, moved) or float((keys - moved).norm(dim=-1).amax()) <= slack
+                how = "does not rotate the keys" if still else f"turns the keys otherwise ({off:.1%} apart)"
+                raise CapabilityError(
+                    f"{type(twin).__name__} {how} on layer {layer}; allowed: one rotation for all layers"
+                )
 
     def _spread(self, captured: Mapping[int, Tensor]) -> tuple[float, int]:
         """Largest distance between rows that must be equal, over the largest row, and the layer where it is."""
@@ -136,6 +159,15 @@ def _repeated(twin: Any) -> dict[int, Tensor]:
     _, run = engine.prefill(twin, ids, capture=torch.arange(PROBE))
     plain = all(spec.sink is None for spec in run.specs.values())
     return {layer: q[0].float() for layer, q in sorted(run.queries.items()) if plain or layer == 0}
+
+
+def _keys(twin: Any, start: int) -> list[Tensor]:
+    """Rotated keys [K, PROBE, d] of each layer, of a text of different tokens that begins at a position."""
+    vocab = twin.config.get_text_config().vocab_size
+    ids = torch.arange(PROBE)[None] * (vocab // PROBE) % vocab
+    cache = engine.new_cache()
+    engine.forward(twin, ids, Run(start=start), cache, keep=1)
+    return [keys[0].float() for keys, _ in engine.cached_layers(cache)]
 
 
 def _angles(module: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

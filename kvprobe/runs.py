@@ -16,12 +16,14 @@ from torch import Tensor
 
 from kvprobe import engine, inputs
 from kvprobe.attention import Run
+from kvprobe.costs import Job, limits_for
 from kvprobe.engine import Prefix
-from kvprobe.errors import InterventionError, PromptError, quote
+from kvprobe.errors import InterventionError, PlanError, PromptError, quote
 from kvprobe.interventions.effects import CELLS, STREAMS, stream_order
 from kvprobe.interventions.plan import ArmBias, Intervention, Plan, Scene, compile_arms
 from kvprobe.outcomes import Outcome
 from kvprobe.receipts import Step, collect
+from kvprobe.sizes import UNLIMITED, Limits
 from kvprobe.streams import Edited, Tap, edited, tapped
 from kvprobe.traces import LayerData, Trace
 
@@ -34,19 +36,21 @@ Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """Key parts and value parts of one layer, each [K, ·, d], to be read as one sequence."""
 
 
-def prefill(model: Any, prompt: Any, length: int | None = None) -> Prefix:
+def prefill(model: Any, prompt: Any, length: int | None = None, *, plan: Any = None) -> Prefix:
     """Run the first ``length`` tokens of a prompt (all by default, left pads not counted) once.
 
     Returns a :class:`Prefix` that :func:`observe` and :func:`intervene` accept, so that many calls share one pass.
+    ``plan`` is as for :func:`observe`.
     """
     ids = inputs.real_ids(model, prompt)
     length = len(ids) if length is None else length
     if not hasattr(length, "__index__") or not 0 < length <= len(ids):
         raise PromptError(f"cannot prefill {quote(length)} tokens of a prompt of {len(ids)}: allowed is 1 … {len(ids)}")
-    return engine.prefill(model.twin, ids[:length])[0]
+    limits = _limits(model, Job(length, queries=0), plan)
+    return engine.prefill(model.twin, ids[:length], limits=limits)[0]
 
 
-def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None = None) -> Trace:
+def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None = None, plan: Any = None) -> Trace:
     """Attention logits of chosen queries over all keys, on every layer, from one pass.
 
     Parameters
@@ -55,6 +59,9 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
         One position, a list, or a slice; negative positions count from the end.
     prefix
         A prefilled context of this prompt, used as far as it lies before the first query.
+    plan
+        What the run keeps to: a :class:`kvprobe.plan.Plan` or :class:`kvprobe.sizes.Limits`; by default limits of its
+        own where the memory at hand asks for them.
 
     Returns
     -------
@@ -66,7 +73,8 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
     real = torch.tensor(positions) - prompt.pad
     parts: list[Parts]
     if prefix is None:
-        whole, run = engine.prefill(model.twin, ids, real)
+        limits = _limits(model, Job(len(ids), len(positions)), plan)
+        whole, run = engine.prefill(model.twin, ids, real, limits=limits)
         parts = [((keys,), (values,)) for keys, values in whole.layers]
     else:
         start = _usable(prefix, ids, int(real.min()))
@@ -93,6 +101,7 @@ def intervene(
     keep_trace: bool = True,
     streams: int = 0,
     batch: int | None = None,
+    plan: Any = None,
 ) -> Any:
     """Run one arm, or many arms over one shared prefix.
 
@@ -120,6 +129,8 @@ def intervene(
         (:class:`kvprobe.streams.Streams`).
     batch
         Arms per batch; by default as many as keep the matrix products efficient.
+    plan
+        As for :func:`observe`.
 
     Returns
     -------
@@ -132,23 +143,24 @@ def intervene(
     inputs.check_length(model, len(ids) + max(len(forced), generate))
     # The last generated token is never run.
     scene = replace(model.scene(prompt, suffix), follow=max(len(forced), generate - 1))
-    plan = compile_arms(groups, scene)
+    compiled = compile_arms(groups, scene)
     if logits not in ("all", "continuation") or (logits == "continuation" and not len(forced)):
         raise InterventionError(f"logits={logits!r}: allowed are 'all', and 'continuation' with a continuation given")
-    job = _Job(model, prompt, scene, plan, ids, forced, generate, logits, keep_trace, streams)
-    starts = _starts(plan, scene)
+    job = _Job(model, prompt, scene, compiled, ids, forced, generate, logits, keep_trace, streams)
+    starts = _starts(compiled, scene)
     if streams > len(ids) + len(forced) - max(starts):
         raise InterventionError(
             f"streams={streams}: the run has {len(ids) + len(forced) - max(starts)} rows; allowed: at most that many"
         )
-    shared = _shared_prefix(model, ids, max(starts), prefix)
+    given = Limits() if batch is None else Limits(batch=inputs.count("batch", batch, 1))
+    limits = _limits(model, _arms_job(job, len(groups), min(starts), prefix), plan, given)
+    shared = _shared_prefix(model, ids, max(starts), prefix, limits)
     outcomes: dict[int, Outcome] = {}
     for start in sorted(set(starts)):
         members = [arm for arm, first in enumerate(starts) if first == start]
-        fitting = _batch_size(len(ids) + len(forced) - start, model.geometry.vocab, logits)
-        size = fitting if batch is None else inputs.count("batch", batch, 1)
+        size = limits.batch or batch_size(len(ids) + len(forced) - start, model.geometry.vocab, logits)
         for at in range(0, len(members), size):
-            outcomes.update(job.run(members[at : at + size], start, shared))
+            outcomes.update(job.run(members[at : at + size], start, shared, limits))
     ordered = [outcomes[arm] for arm in range(len(groups))]
     return ordered[0] if single else ordered
 
@@ -163,17 +175,37 @@ def _starts(plan: Plan, scene: Scene) -> list[int]:
     return [default if first is None else start for start, first in zip(starts, plan.first, strict=True)]
 
 
-def _batch_size(rows: int, vocab: int, logits: str) -> int:
+def _limits(model: Any, job: Job, plan: Any, given: Limits = UNLIMITED) -> Limits:
+    """What this run keeps to: the given plan, or what memory asks for; ``given`` goes before both."""
+    if plan is None:
+        return limits_for(model, job, given)
+    limits = getattr(plan, "limits", plan)
+    if not isinstance(limits, Limits):
+        raise PlanError(f"plan={quote(plan)} is not a plan: allowed is what kvprobe.plan.make(…) returns, or Limits")
+    return replace(limits, batch=given.batch or limits.batch)
+
+
+def _arms_job(job: _Job, arms: int, start: int, prefix: Prefix | None) -> Job:
+    """What planning must know of one :func:`intervene` call."""
+    rows = len(job.ids) + len(job.forced) - start
+    kept = len(job.forced) + 1 if job.logits == "continuation" else 0
+    size = batch_size(rows, job.model.geometry.vocab, job.logits)
+    whole = rows + start
+    return Job(whole, 0, arms, rows, prefix is not None, job.keep_trace, kept, size)
+
+
+def batch_size(rows: int, vocab: int, logits: str = "all") -> int:
+    """Arms per batch that keep the matrix products efficient, where memory does not ask for fewer."""
     by_tokens = BATCH_TOKENS // max(rows, 1)
     by_logits = LOGITS_BYTES // (4 * vocab * (rows if logits == "all" else 1))
     return max(1, min(by_tokens, by_logits))
 
 
-def _shared_prefix(model: Any, ids: Tensor, length: int, given: Prefix | None) -> Prefix | None:
+def _shared_prefix(model: Any, ids: Tensor, length: int, given: Prefix | None, limits: Limits) -> Prefix | None:
     if length == 0:
         return None
     if given is None:
-        return engine.prefill(model.twin, ids[:length])[0]
+        return engine.prefill(model.twin, ids[:length], limits=limits)[0]
     usable = _usable(given, ids, length)
     shared = given.upto(usable)
     return shared if len(shared) == length else engine.extend(model.twin, shared, ids[len(shared) : length])
@@ -206,7 +238,9 @@ class _Job:
     keep_trace: bool
     streams: int
 
-    def run(self, arms: Sequence[int], start: int, shared: Prefix | None) -> dict[int, Outcome]:
+    def run(
+        self, arms: Sequence[int], start: int, shared: Prefix | None, limits: Limits = UNLIMITED
+    ) -> dict[int, Outcome]:
         """One batch: the forced rows, then greedy steps; returns arm → outcome."""
         prefix = None if start == 0 or shared is None else shared.upto(start).layers
         tokens = torch.cat([self.ids, self.forced])
@@ -214,7 +248,14 @@ class _Job:
         batch = _Batch.of(self.plan, arms)
         cache = engine.new_cache()
         capture = torch.arange(rows.shape[1]) if self.keep_trace else None
-        run = Run(prefix=prefix, start=start, biases=batch.biases, edits=batch.edits, capture=capture)
+        run = Run(
+            prefix=prefix,
+            start=start,
+            biases=batch.biases,
+            edits=batch.edits,
+            capture=capture,
+            limit=limits.logits_bytes,
+        )
         keep = len(self.forced) + 1 if self.logits == "continuation" else 0
         steps: list[Step] = []
         with self._edited(batch, run) as done, self._tapped(run) as tap:  # what is tapped has been edited
@@ -253,7 +294,7 @@ class _Job:
             if all(done) or step + 1 == self.generate:
                 break
             at = len(self.ids) + step
-            more = Run(prefix=run.prefix, start=at, biases=batch.biases, edits=batch.edits)
+            more = Run(prefix=run.prefix, start=at, biases=batch.biases, edits=batch.edits, limit=run.limit)
             with self._edited(batch, more) as rewritten:
                 last = engine.forward(self.model.twin, best[:, None], more, cache)[:, -1]
             steps.append(self._step(at, at + 1, more, arms, rewritten.rows))

@@ -118,7 +118,8 @@ class Parts:
                 _count(record, b.start + arm, edit.site, edit.on_logits(view))
         if not biases:
             return self._softmax(b, far, near, low, near_low, views, record)[0]
-        key = (tuple(sorted((arm, id(bias)) for arm, bias in biases.items())), first, last, low)
+        same = tuple(sorted((arm, id(bias)) for arm, bias in biases.items()))
+        key = (same, first, last, low, positions.device)  # layers may lie on several devices
         if key not in prepared:
             heads = (self.kv_heads, self.group)
             prepared[key] = ChunkBias.build(biases, q.shape[0], positions, self.prefix_length, low, near_low, heads)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PROJECTIONS = ("o_proj", "c_proj")
+PROJECTIONS = ("o_proj", "c_proj", "dense")
 
 
 @dataclass(frozen=True)

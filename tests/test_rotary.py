@@ -188,6 +188,26 @@ def test_several_rotary_modules_are_refused(loaded):
         Rotary.of(model)
 
 
+@pytest.mark.parametrize(
+    ("angle", "how"), [(0.0, "does not rotate the keys"), (2.0, r"turns the keys otherwise \(.* apart\)")]
+)
+def test_a_layer_behind_sinks_that_turns_otherwise_is_refused(loaded, angle, how):
+    """Queries prove layer 0 alone where there are sinks; the keys of a text that moved prove all of them."""
+    model = build(*FAMILIES["gpt_oss"][:1], **FAMILIES["gpt_oss"][1])
+    assert Rotary.of(model)
+    module = model.twin.model.layers[1].self_attn
+    forward = module.forward
+
+    def otherwise(*args, position_embeddings, **rest):
+        cos, sin = (table.double() for table in position_embeddings)
+        size, turn = (cos.square() + sin.square()).sqrt(), torch.atan2(sin, cos) * angle
+        return forward(*args, position_embeddings=((size * turn.cos()).float(), (size * turn.sin()).float()), **rest)
+
+    module.forward = otherwise
+    with pytest.raises(CapabilityError, match=rf"GptOssForCausalLM {how} on layer 1; allowed: one rotation"):
+        Rotary.of(model)
+
+
 def test_an_unknown_style_is_refused(monkeypatch):
     """A model that turns the other way round: neither style undoes it."""
     from transformers.models.llama import modeling_llama

@@ -289,10 +289,10 @@ def test_keep_trace_false_keeps_logits_and_receipt_only(tiny):
 
 
 def test_batches_are_sized_by_tokens_and_by_logits():
-    assert runs._batch_size(40, 320, "all") == runs.BATCH_TOKENS // 40
-    assert runs._batch_size(10_000, 320, "all") == 1
-    assert runs._batch_size(1, 1 << 40, "continuation") == 1
-    assert runs._batch_size(10, 1 << 20, "all") < runs._batch_size(10, 1 << 20, "continuation")
+    assert runs.batch_size(40, 320, "all") == runs.BATCH_TOKENS // 40
+    assert runs.batch_size(10_000, 320, "all") == 1
+    assert runs.batch_size(1, 1 << 40, "continuation") == 1
+    assert runs.batch_size(10, 1 << 20, "all") < runs.batch_size(10, 1 << 20, "continuation")
 
 
 def test_an_exception_in_a_run_leaves_the_model_as_it_was(tiny, plain, monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from kvprobe import cells, curves, published
+from kvprobe import cells, curves, parts, published
 from kvprobe.audits.settings import Settings
 from kvprobe.audits.summary import layer_rows, rows
 from kvprobe.audits.sweeps import refuse_sweep, score_settings, scores, sweep
@@ -61,13 +62,16 @@ class Result:
         return layer_rows(self.layers, self.settings.pairs, self.settings.seed)
 
 
-def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
+def run(model: Any, settings: Settings, progress: Progress = iter, keep: parts.Keep = parts.afresh) -> Result:
     """Audit the documents of ``settings``.
 
     Parameters
     ----------
     progress
         Wraps the documents (tqdm, for instance).
+    keep
+        Stores what each document and each item of a sweep gives, for a run that goes on later
+        (:class:`kvprobe.parts.Parts`); by default nothing.
 
     Raises
     ------
@@ -76,10 +80,13 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
     """
     documents = validate(model, settings)
     begun = time.perf_counter()
-    found = cells.joined(_document(model, settings, document) for document in progress(documents))
+    found = cells.joined(
+        keep(f"document {number}", partial(_document, model, settings, document))
+        for number, document in enumerate(progress(documents))
+    )
     heads, layers = by_head(found), by_layer(found)
     audited = time.perf_counter()
-    swept, scored = _sweeps(model, settings, documents, progress)
+    swept, scored = _sweeps(model, settings, documents, progress, keep)
     stops = [cells.fitting(model, each, settings.reading.probe)[0] for each in documents]
     about = settings.reading.describe(documents, stops) | {
         "caches": [float(ratio(cache)) for cache in settings.caches],
@@ -114,20 +121,17 @@ def _document(model: Any, settings: Settings, document: Document) -> Cells:
 
 
 def _sweeps(
-    model: Any, settings: Settings, documents: list[Document], progress: Progress
+    model: Any, settings: Settings, documents: list[Document], progress: Progress, keep: parts.Keep
 ) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:
     if not settings.sweeps:
         return None, None
     swept, scored = [], []
     for what in settings.swept():
-        common: dict[str, Any] = {"seed": settings.seed, "progress": progress}
-        swept.append(
-            sweep(
-                model, documents, what, settings.sweep_caches, probe=settings.reading.probe, p=settings.norm, **common
-            )
-        )
+        common: dict[str, Any] = {"progress": progress, "keep": parts.under(keep, f"{what.kind} of {what.pair.preset}")}
+        how: dict[str, Any] = {"probe": settings.reading.probe, "p": settings.norm, "seed": settings.seed}
+        swept.append(sweep(model, documents, what, settings.sweep_caches, **how, **common))
         if settings.items:
-            scored.append(scores(model, what, settings.sweep_caches, progress=progress, **settings.scored))
+            scored.append(scores(model, what, settings.sweep_caches, **common, **settings.scored))
     return pd.concat(swept, ignore_index=True), pd.concat(scored, ignore_index=True) if scored else None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from kvprobe import cells, curves, stats
+from kvprobe import parts as kept
 from kvprobe.audits.tables import Progress
 from kvprobe.cells import Arm, Cells, Pair, matrix
 from kvprobe.cells.reading import reading_of
@@ -87,6 +89,7 @@ def sweep(
     p: int = 1,
     seed: int = 0,
     progress: Progress = iter,
+    keep: kept.Keep = kept.afresh,
     **reading: Any,
 ) -> pd.DataFrame:
     """Perturbation of every head under each value, against the policy without a second stage.
@@ -109,7 +112,7 @@ def sweep(
         ``n_docs``.
     """
     documents = reading_of(docs, probe=probe, **reading).documents(model)
-    heads = sweep_cells(model, documents, what, caches, probe=probe, norms=(p,), progress=progress)[p]
+    heads = sweep_cells(model, documents, what, caches, probe=probe, norms=(p,), progress=progress, keep=keep)[p]
     return sweep_rows(heads, what, caches, [cells.fitting(model, each, probe)[0] for each in documents], seed)
 
 
@@ -122,17 +125,21 @@ def sweep_cells(
     probe: str = "first_decoded",
     norms: Sequence[int] = (1,),
     progress: Progress = iter,
+    keep: kept.Keep = kept.afresh,
 ) -> dict[int, pd.DataFrame]:
     """The cells by head behind a sweep, in each norm of L; one pass a document."""
     arms = refuse_sweep(model, documents, what, probe, caches)
     policies = [what.pair.base, *what.policies]
-    parts: dict[int, list[Cells]] = {p: [] for p in norms}
-    for document in progress(documents):
+
+    def measured(document: Document) -> list[Cells]:
         probed = cells.probe(model, document, policies, probe)
         choices = cells.choose(probed, arms)
-        for p in norms:
-            parts[p].append(cells.measure(probed, arms, p=p, choices=choices))
-    return {p: cells.joined(found).heads for p, found in parts.items()}
+        return [cells.measure(probed, arms, p=p, choices=choices) for p in norms]
+
+    parts = [
+        keep(f"document {number}", partial(measured, document)) for number, document in enumerate(progress(documents))
+    ]
+    return {p: cells.joined(part[place] for part in parts).heads for place, p in enumerate(norms)}
 
 
 def sweep_rows(
@@ -193,6 +200,7 @@ def scores(
     caches: Sequence[Any] = CACHES,
     *,
     progress: Progress = iter,
+    keep: kept.Keep = kept.afresh,
     **asked: Any,
 ) -> pd.DataFrame:
     """A task's score under each value (the base policy has the value NaN, the whole cache is in ``attrs["full"]``).
@@ -210,7 +218,7 @@ def scores(
     """
     policies = (what.pair.base, *what.policies)
     settings = score_settings(what, caches, **asked)
-    result = curves.run(model, settings, progress)
+    result = curves.run(model, settings, progress, keep)
     answers, table = result.answers(), result.rows()
     whole = answers[answers["policy"] == "full"].set_index("item")["logprob"]
     values = dict(zip((policy.name for policy in policies), (float("nan"), *what.taken), strict=True))

@@ -46,13 +46,15 @@ def check(
     json: Json = False,
 ) -> None:
     """Report whether every layer of MODEL can be masked exactly; exit 1 with the reason if not."""
-    from kvprobe import commands, records
+    from kvprobe import capability, commands, records, versions
 
     report = commands.check(model)
     if isinstance(report, Exception):
-        _complain(str(report))
         if json:
-            print(records.to_json({"ok": False, "model": model, "error": str(report)}))
+            print(records.to_json(capability.refusal(model, report, versions.versions())))
+        else:
+            commands.print_refusal(report)
+        _complain(str(report))
         raise typer.Exit(1)
     if json:
         print(records.to_json(report.to_dict()))
@@ -60,7 +62,7 @@ def check(
         commands.print_report(report)
 
 
-for _commands in ("needles", "documents", "scans", "sinking"):
+for _commands in ("needles", "documents", "scans", "sinking", "planning"):
     import_module(f"kvprobe.cli.{_commands}")  # registers its commands
 
 

@@ -8,6 +8,7 @@ import typer
 
 from kvprobe.cli.app import app, perform
 from kvprobe.options import (
+    MOST,
     Alpha,
     Chat,
     DocLength,
@@ -66,7 +67,7 @@ def audit(
     sweep: Annotated[str, typer.Option(help="Also sweep any of alpha, epsilon, norm: L, and a task's score.")] = "",
     sweep_cache: Annotated[str, typer.Option(help="Shares of the cache to keep in sweeps.")] = "0.1,0.2",
     task: Annotated[str, typer.Option(help="The needle task of a sweep's scores.")] = "niah_single_1",
-    items: Annotated[int, typer.Option(min=0, help="Items of that task; 0: no scores.")] = 10,
+    items: Annotated[int, typer.Option(min=0, max=MOST, help="Items of that task; 0: no scores.")] = 10,
     setting: Annotated[str, typer.Option(help="Of those items: context (question unseen) or joint.")] = "context",
     preset: Presets = "paper,released",
     alpha: Alpha = None,

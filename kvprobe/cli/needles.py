@@ -8,19 +8,24 @@ from typing import Annotated
 import typer
 
 from kvprobe.cli.app import app, perform
-from kvprobe.options import Alpha, Epsilon, Json, Model, Norm, Out, Seed
+from kvprobe.options import MOST, Alpha, Epsilon, Json, Model, Norm, Out, Seed
 
 
 @app.command()
 def niah(
     task: Annotated[str, typer.Option(help="One of RULER's needle tasks.")] = "niah_multikey_1",
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and generation (default 1500).")] = None,
-    items: Annotated[int | None, typer.Option(min=1, help="Number of items (default 6).")] = None,
-    distractors: Annotated[int | None, typer.Option(min=0, help="Haystack spans to compare with (default 20).")] = None,
-    decoys: Annotated[
-        int | None, typer.Option(min=0, help="Unrelated facts planted like needles (default 4; 0 is RULER's protocol).")
+    length: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens of prompt and generation (default 1500).")
     ] = None,
-    needles: Annotated[int | None, typer.Option(min=1, help="Keys hidden in each item.")] = None,
+    items: Annotated[int | None, typer.Option(min=1, max=MOST, help="Number of items (default 6).")] = None,
+    distractors: Annotated[
+        int | None, typer.Option(min=0, max=MOST, help="Haystack spans to compare with (default 20).")
+    ] = None,
+    decoys: Annotated[
+        int | None,
+        typer.Option(min=0, max=MOST, help="Unrelated facts planted like needles (default 4; 0 is RULER's protocol)."),
+    ] = None,
+    needles: Annotated[int | None, typer.Option(min=1, max=MOST, help="Keys hidden in each item.")] = None,
     template: Annotated[str, typer.Option(help="ruler or criticalkv.")] = "ruler",
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
@@ -28,7 +33,9 @@ def niah(
     preset: Annotated[
         str | None, typer.Option(help="ruler32k: 32K tokens, 100 items, no decoys, where not given otherwise.")
     ] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens decoded per arm (default: answer + 8).")
+    ] = None,
     exclude_layers: Annotated[
         str, typer.Option(help="Layers left out of averages and gate: 0,1, or a rule's .json of kvprobe heads.")
     ] = "",
@@ -52,13 +59,14 @@ def evict(
         str, typer.Option(help="Scorers, budgets and selectors joined by +, policies separated by commas.")
     ] = "snapkv,snapkv+two_stage,adakv,adakv+two_stage,streaming,random",
     cache: Annotated[str, typer.Option(help="Shares of the cache to keep.")] = "0.1,0.2,0.3,0.4,0.5,0.6",
-    length: Annotated[int, typer.Option(min=1, help="Tokens of prompt and generation.")] = 1500,
-    items: Annotated[int, typer.Option(min=1, help="Number of items.")] = 10,
+    length: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of prompt and generation.")] = 1500,
+    items: Annotated[int, typer.Option(min=1, max=MOST, help="Number of items.")] = 10,
     setting: Annotated[
         str, typer.Option(help="context: compressed before the question is known; joint: together with it.")
     ] = "context",
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="Evict after every so many tokens (default: after the whole context).")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Evict after every so many tokens (default: after the whole context)."),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Pooling: paper (max, 7; default) or released (avg, 5).")] = None,
     alpha: Alpha = None,
@@ -73,7 +81,9 @@ def evict(
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
     ] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens decoded per arm (default: answer + 8).")
+    ] = None,
     model: Model = "smollm2-135m",
     out: Out = None,
     seed: Seed = 0,
@@ -89,11 +99,13 @@ def placebo(
     file: Annotated[
         Path | None, typer.Option(help="Your own items, JSONL: text, target, answer, optional hard and protect.")
     ] = None,
-    needles: Annotated[int | None, typer.Option(min=1, help="Keys hidden in each item.")] = None,
-    decoys: Annotated[int | None, typer.Option(min=0, help="Unrelated facts planted like needles.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and generation (default 1500).")] = None,
-    items: Annotated[int | None, typer.Option(min=1, help="Number of items (default 12).")] = None,
-    placebos: Annotated[int, typer.Option(min=1, help="Placebos of each target.")] = 4,
+    needles: Annotated[int | None, typer.Option(min=1, max=MOST, help="Keys hidden in each item.")] = None,
+    decoys: Annotated[int | None, typer.Option(min=0, max=MOST, help="Unrelated facts planted like needles.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens of prompt and generation (default 1500).")
+    ] = None,
+    items: Annotated[int | None, typer.Option(min=1, max=MOST, help="Number of items (default 12).")] = None,
+    placebos: Annotated[int, typer.Option(min=1, max=MOST, help="Placebos of each target.")] = 4,
     caliper: Annotated[float, typer.Option(help="Largest |ln ratio| of a placebo's strength to the target's.")] = 0.25,
     position_caliper: Annotated[
         float | None, typer.Option(help="Largest difference in depth, as a share of the context.")
@@ -116,7 +128,9 @@ def placebo(
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text: a folder of .txt or PaulGrahamEssays.json.")
     ] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens decoded per arm (default: answer + 8).")] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens decoded per arm (default: answer + 8).")
+    ] = None,
     norm: Norm = 1,
     model: Model = "smollm2-135m",
     out: Out = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvprobe.cli.app import app, perform
-from kvprobe.options import Json, Model, Norm, Out, Seed
+from kvprobe.options import MOST, Json, Model, Norm, Out, Seed
 
 
 @app.command()
@@ -22,27 +22,32 @@ def sinks(
             "hub:OWNER/NAME:FILE.",
         ),
     ] = None,
-    items: Annotated[int | None, typer.Option(min=1, help="Number of items of the task (default 8).")] = None,
+    items: Annotated[int | None, typer.Option(min=1, max=MOST, help="Number of items of the task (default 8).")] = None,
     documents: Annotated[
-        int | None, typer.Option(min=1, help="With --docs: number of documents (default: all).")
+        int | None, typer.Option(min=1, max=MOST, help="With --docs: number of documents (default: all).")
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
             min=1,
+            max=MOST,
             help="Most tokens of a document, or of an item with what is kept for its generation (128 tokens): an "
             "item's prompt is that much shorter (default 1500).",
         ),
     ] = None,
     distractors: Annotated[
-        int | None, typer.Option(min=0, help="Haystack sentences that time courses follow (default 20).")
+        int | None, typer.Option(min=0, max=MOST, help="Haystack sentences that time courses follow (default 20).")
     ] = None,
-    decoys: Annotated[int | None, typer.Option(min=0, help="Unrelated facts planted like needles (default 0).")] = None,
-    needles: Annotated[int | None, typer.Option(min=1, help="Keys hidden in each item.")] = None,
+    decoys: Annotated[
+        int | None, typer.Option(min=0, max=MOST, help="Unrelated facts planted like needles (default 0).")
+    ] = None,
+    needles: Annotated[int | None, typer.Option(min=1, max=MOST, help="Keys hidden in each item.")] = None,
     haystack: Annotated[
         Path | None, typer.Option(help="Your own text for items: a folder of .txt or PaulGrahamEssays.json.")
     ] = None,
-    join: Annotated[int, typer.Option(min=1, help="With --docs: consecutive texts that make one document.")] = 1,
+    join: Annotated[
+        int, typer.Option(min=1, max=MOST, help="With --docs: consecutive texts that make one document.")
+    ] = 1,
     template: Annotated[
         str | None, typer.Option(help="With --docs: multi_news, none, or a text with {context}.")
     ] = None,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvprobe.commands.console import console
 from kvprobe.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from kvprobe.capability import Report
+    from rich.table import Table
+
+    from kvprobe.capability import LayerReport, Report
 
 
 def check(name: str) -> Report | CapabilityError:
@@ -32,14 +34,9 @@ def print_report(report: Report) -> None:
     for name, value in report.to_dict().items():
         if isinstance(value, float):
             facts.add_row(name.replace("_", " "), f"{value:.2g}")
-    layers = Table(title="layers", title_justify="left")
-    for column in ("layers", "attention class", "maskable", "window", "soft-cap", "learned sink"):
-        layers.add_column(column)
-    for first, last, kind in _runs(report):
-        layers.add_row(f"{first}–{last}" if last > first else str(first), *kind)
     screen = console()
     screen.print(facts)
-    screen.print(layers)
+    screen.print(_layers(report.layers))
     screen.print(
         f"prefill attention: {report.attention}; weights: {report.processing}; "
         f"{report.shared_parameters} parameters shared with the twin"
@@ -47,13 +44,33 @@ def print_report(report: Report) -> None:
     screen.print("versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
 
 
-def _runs(report: Report) -> Iterable[tuple[int, int, tuple[str, ...]]]:
+def print_refusal(error: CapabilityError) -> None:
+    """What was found of a refused model's layers, as far as the check got; the reason itself is the error's message."""
+    from kvprobe.capability import LayerReport
+
+    layers = [LayerReport(**layer) for layer in error.facts.get("layers", ())]
+    if layers:
+        console().print(_layers(layers))
+
+
+def _layers(layers: Sequence[LayerReport]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="layers", title_justify="left")
+    for column in ("layers", "attention class", "maskable", "window", "soft-cap", "learned sink"):
+        table.add_column(column)
+    for first, last, kind in _runs(layers):
+        table.add_row(f"{first}–{last}" if last > first else str(first), *kind)
+    return table
+
+
+def _runs(layers: Sequence[LayerReport]) -> Iterable[tuple[int, int, tuple[str, ...]]]:
     """Neighbouring layers of one kind as one row."""
     rows: list[tuple[int, int, tuple[str, ...]]] = []
-    for layer in report.layers:
+    for layer in layers:
         kind = (
             layer.kind,
-            "yes" if layer.maskable else "NO",
+            {True: "yes", False: "NO", None: "not tried"}[layer.maskable],
             *(str(v) if v else "–" for v in (layer.window, layer.softcap, layer.sink)),
         )
         if rows and rows[-1][2] == kind:

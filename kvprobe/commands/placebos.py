@@ -35,11 +35,11 @@ class _Package:
         placebo.validate(model, settings)
 
     @staticmethod
-    def run(model: Any, settings: Settings, progress: Any) -> Result:
+    def run(model: Any, settings: Settings, progress: Any, keep: Any) -> Result:
         """See :func:`kvprobe.placebo.run`."""
         from kvprobe import placebo
 
-        return placebo.run(model, settings=settings, progress=progress)
+        return placebo.run(model, settings=settings, progress=progress, keep=keep)
 
 
 def _write(run: records.Run, result: Result, summary: dict[str, Any]) -> None:

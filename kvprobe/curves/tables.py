@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvprobe import parts
 from kvprobe.curves.answers import Answers, answer_item
 from kvprobe.curves.settings import Settings
 from kvprobe.curves.sizes import refuse
@@ -44,13 +46,20 @@ class Result:
         return pd.DataFrame(self.summary["pairs"], columns=[*columns, "p_attainable"])
 
 
-def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Result:
+def run(
+    model: Any,
+    settings: Settings,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    keep: parts.Keep = parts.afresh,
+) -> Result:
     """Answer ``settings.items`` items from every cache.
 
     Parameters
     ----------
     progress
         Wraps the item numbers (tqdm, for instance).
+    keep
+        Stores what each item gives, for a run that goes on later (:class:`kvprobe.parts.Parts`); by default nothing.
 
     Raises
     ------
@@ -59,7 +68,9 @@ def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iter
     """
     validate(model, settings)
     begun = time.perf_counter()
-    items = tuple(answer_item(model, settings, index) for index in progress(range(settings.items)))
+    items = tuple(
+        keep(f"item {index}", partial(answer_item, model, settings, index)) for index in progress(range(settings.items))
+    )
     timings = {name: sum(item.timings[name] for item in items) for name in items[0].timings}
     timings["items_s"] = time.perf_counter() - begun
     answers = [answer for item in items for answer in item.answers]

@@ -158,7 +158,7 @@ class LiveCache:
         self.queries = [each[:, each.shape[1] - min(wanted, each.shape[1]) :] for each in rows]
 
     def _layer(self, index: int) -> Layer:
-        keys, values, positions = pack(*self.layers[index], self.keep[index].to(self.model.device))
+        keys, values, positions = pack(*self.layers[index], self.keep[index].to(self.layers[index][0].device))
         return self._view(index, keys, values, positions)
 
     def _view(self, index: int, keys: Tensor, values: Tensor, positions: Tensor) -> Layer:
@@ -219,7 +219,7 @@ class PackedCache(LiveCache):
         raise EvictionError("a packed cache is no prefix; allowed: feed() it on, or a LiveCache with a KeepMask")
 
     def _layer(self, index: int) -> Layer:
-        return self._view(index, *self.layers[index], self.positions[index].to(self.model.device))
+        return self._view(index, *self.layers[index], self.positions[index].to(self.layers[index][0].device))
 
     def _drop(self, layers: Sequence[Layer], keep: Sequence[Tensor]) -> None:
         super()._drop(layers, keep)

@@ -139,7 +139,7 @@ class Policy:
         else:
             cache_ratio = Fraction(base, length)
         keep, shared = self.sets(scored, cache_ratio, base)
-        return Choice(torch.stack(keep), shared.budgets, shared.notes)
+        return Choice(together(keep), shared.budgets, shared.notes)
 
     def sets(self, scored: Sequence[Scored], cache_ratio: Any, base: int) -> tuple[list[Tensor], Allocation]:
         """Kept sets [J, n] layer by layer (n differs where layers were evicted before), and their budgets."""
@@ -155,7 +155,7 @@ class Policy:
         selector = selector if alpha is None else replace(selector, alpha=alpha)
         base = entries(scored[0].layer.length, cache_ratio)
         places, shared = self._places(scored, cache_ratio, base)
-        return torch.stack([selector.first(*place, shared.at_least) for place in places])
+        return together([selector.first(*place, shared.at_least) for place in places])
 
     def _places(
         self, scored: Sequence[Scored], cache_ratio: Any, base: int
@@ -166,14 +166,16 @@ class Policy:
             self._protected(each, torch.full((first.n_sets,), base, device=each.scores.device)) for each in scored
         ]
         self._fits(base, first.length, reserved)
-        scores = [each.scores for each in scored]
+        device = scored[0].scores.device  # budgets are shared over layers, which may lie on several
+        scores, held = ([each.to(device) for each in parts] for parts in ([one.scores for one in scored], reserved))
         shared = self.budget.allocate(
-            Request(base, first.length, cache_ratio, scores, reserved, first.n_heads // first.n_sets)
+            Request(base, first.length, cache_ratio, scores, held, first.n_heads // first.n_sets)
         )
         places = []
         for each, budgets, before in zip(scored, shared.budgets, reserved, strict=True):
-            protected = before if self.scorer.protects_once else self._protected(each, budgets)
-            places.append((each, budgets, protected))
+            mine = budgets.to(each.scores.device)
+            protected = before if self.scorer.protects_once else self._protected(each, mine)
+            places.append((each, mine, protected))
         return places, shared
 
     def score(self, layer: Layer) -> Scored:
@@ -203,6 +205,11 @@ class Policy:
                 f"{base} of {length} entries are fewer than the {max(most, 1)} that {self.name} always keeps; "
                 f"allowed: a cache ratio of at least {max(most, 1) / length:.4g}"
             )
+
+
+def together(layers: Sequence[Tensor]) -> Tensor:
+    """Layers stacked where the first is: a model may lie on several devices."""
+    return torch.stack([each.to(layers[0].device) for each in layers])
 
 
 def entries(n: int, cache_ratio: Any) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvprobe import stats
+from kvprobe import parts, stats
 from kvprobe.errors import InterventionError, TaskError, quote
 from kvprobe.heads.evidence import Head, by_layer, context, evidence, forced, masked
 from kvprobe.heads.scanning import top as top_scored
@@ -51,7 +52,16 @@ class Causal:
     summary: dict[str, Any]
 
 
-def causal(model: Any, scores: Any, items: Sequence[Item], *, k: int = 10, draws: int = 8, seed: int = 0) -> Causal:
+def causal(
+    model: Any,
+    scores: Any,
+    items: Sequence[Item],
+    *,
+    k: int = 10,
+    draws: int = 8,
+    seed: int = 0,
+    keep: parts.Keep = parts.afresh,
+) -> Causal:
     """Mask the evidence in the k heads of the largest scores alone, and in k random others of the same layers.
 
     Parameters
@@ -64,6 +74,9 @@ def causal(model: Any, scores: Any, items: Sequence[Item], *, k: int = 10, draws
         Size of the top set, and random sets an item. A random set has as many heads of each layer as the top set has
         there, drawn from the layer's others; every item has draws of its own. Where a layer has too few others all of
         them are taken: ``short`` counts the heads that a random set then lacks.
+
+    keep
+        Stores what each item gives (see :class:`kvprobe.parts.Parts`).
 
     Returns
     -------
@@ -86,10 +99,11 @@ def causal(model: Any, scores: Any, items: Sequence[Item], *, k: int = 10, draws
         raise TaskError(f"items={quote(items)}: allowed is a list of at least one item to check heads on")
     for item in items:
         evidence(item)
+    sets = chosen, others
     rows = [
         row
         for number, item in enumerate(items)
-        for row in _item(model, item, number, chosen, _drawn(chosen, others, draws, [seed, number]))
+        for row in keep(f"item {number}", partial(_drawn_item, model, item, number, sets, draws, [seed, number]))
     ]
     frame = pd.DataFrame(rows)
     about = _about(chosen, others, np.asarray(scores, float), draws, len(items))
@@ -126,6 +140,14 @@ def _drawn(chosen: Sequence[Head], others: dict[int, list[int]], draws: int, see
         ]
         for _ in range(draws)
     ]
+
+
+def _drawn_item(
+    model: Any, item: Item, number: int, sets: tuple[Any, dict[int, list[int]]], draws: int, seed: list[int]
+) -> list[Row]:
+    """All arms of one item with random sets of its own, which follow from its number."""
+    chosen, others = sets
+    return _item(model, item, number, chosen, _drawn(chosen, others, draws, seed))
 
 
 def _item(model: Any, item: Item, number: int, chosen: Sequence[Head], drawn: Sequence[Sequence[Head]]) -> list[Row]:

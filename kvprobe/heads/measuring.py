@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvprobe import parts
 from kvprobe.errors import InterventionError, TaskError
 from kvprobe.eviction.budgets.profiles import HeadProfile
 from kvprobe.heads.checking import Causal, causal
@@ -67,7 +68,12 @@ class Scan:
         }
 
 
-def scanned(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Scan:
+def scanned(
+    model: Any,
+    settings: Settings,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    keep: parts.Keep = parts.afresh,
+) -> Scan:
     """Run everything that ``settings`` ask for.
 
     Raises
@@ -76,23 +82,25 @@ def scanned(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], 
         No trial of the retrieval score was answered: then there is no head to check.
     """
     begun = time.perf_counter()
-    seen: list[dict[str, Any]] = []
     second = settings.reasoning_grid
     cells = [(settings.grid, cell) for cell in settings.grid.cells()]
     cells += [] if second is None else [(second, cell) for cell in second.cells()]
-    done = [_trial(model, settings, grid, cell, seen) for grid, cell in progress(cells)]
-    first = tuple(done[: len(settings.grid.cells())])
-    reasoning = first if second is None else tuple(done[len(first) :])
+    done = [
+        keep(f"trial {number}", partial(_trial, model, settings, grid, cell))
+        for number, (grid, cell) in enumerate(progress(cells))
+    ]
+    first = tuple(each for each, _ in done[: len(settings.grid.cells())])
+    reasoning = first if second is None else tuple(each for each, _ in done[len(first) :])
     profiles = _profiles(model, settings, first, reasoning)
     tried = time.perf_counter()
     scores = np.array(profiles["retrieval"].scores)
     items = [settings.check_item(model, index) for index in range(settings.items)]
-    checked, why = _checked(model, settings, scores, items)
+    checked, why = _checked(model, settings, scores, items, keep)
     after = time.perf_counter()
-    single = knockouts(model, settings.check_item(model, 0), p=settings.p) if settings.knockouts else None
+    single = keep("knockouts", partial(_single, model, settings)) if settings.knockouts else None
     ended = time.perf_counter()
     timings = {"trials_s": tried - begun, "causal_s": after - tried, "knockouts_s": ended - after}
-    report = decide(seen, settings.rule)
+    report = decide([seen for _, seen in done], settings.rule)
     return Scan(settings, first, reasoning, report, checked, single, profiles, timings, why)
 
 
@@ -123,22 +131,33 @@ def _ends(grid: Grid) -> Sequence[Cell]:
     return [cell for cell in cells if cell.length in (min(grid.lengths), max(grid.lengths))]
 
 
-def _trial(model: Any, settings: Settings, grid: Grid, cell: Cell, seen: list[dict[str, Any]]) -> Trial:
-    """One trial; the rule looks at the rows that wrote its answer, too."""
+def _trial(model: Any, settings: Settings, grid: Grid, cell: Cell) -> tuple[Trial, dict[str, Any]]:
+    """One trial, and what the rule sees in the rows that wrote its answer."""
+    seen: list[dict[str, Any]] = []
 
     def look(done: Any) -> None:
         seen.append(measure(done.trace, settings.rule))
 
     more: dict[str, Any] = {"span": settings.span, "new_tokens": grid.new_tokens, "look": look}
-    return trial(model, cell, grid.item(model, cell), **more)
+    done = trial(model, cell, grid.item(model, cell), **more)
+    (looked,) = seen
+    return done, looked
 
 
-def _checked(model: Any, settings: Settings, scores: Array, items: Sequence[Any]) -> tuple[Causal | None, str | None]:
+def _single(model: Any, settings: Settings) -> pd.DataFrame:
+    """The evidence of the check's first item masked in one head at a time."""
+    return knockouts(model, settings.check_item(model, 0), p=settings.p)
+
+
+def _checked(
+    model: Any, settings: Settings, scores: Array, items: Sequence[Any], keep: parts.Keep
+) -> tuple[Causal | None, str | None]:
     """The causal check, or why there is none: after a long scan that is no reason to lose everything else."""
     if not items:
         return None, "no items were asked for (--items 0)"
     try:
-        return causal(model, scores, items, k=settings.k, draws=settings.draws, seed=settings.seed), None
+        how = {"k": settings.k, "draws": settings.draws, "seed": settings.seed}
+        return causal(model, scores, items, **how, keep=parts.under(keep, "causal check")), None
     except InterventionError as error:
         return None, str(error)
 

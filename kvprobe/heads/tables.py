@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvprobe import parts
 from kvprobe.heads.measuring import SEMANTICS, Scan, scanned
 from kvprobe.heads.scanning import gather
 from kvprobe.heads.settings import Settings
@@ -68,16 +69,24 @@ def _row(trial: Any, kind: str) -> dict[str, Any]:
     return asdict(trial.cell) | {name: getattr(trial, name) for name in names} | {"kept": trial.kept(kind)}
 
 
-def run(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Result:
+def run(
+    model: Any,
+    settings: Settings,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    keep: parts.Keep = parts.afresh,
+) -> Result:
     """Scan the heads of a model (see :class:`Settings`).
 
     Parameters
     ----------
     progress
         Wraps the trials (tqdm, for instance).
+    keep
+        Stores trials, items of the causal check and the single heads, for a run that goes on later
+        (:class:`kvprobe.parts.Parts`); by default nothing.
     """
     begun = time.perf_counter()
-    scan = scanned(model, settings, progress)
+    scan = scanned(model, settings, progress, keep)
     about = {
         "task": settings.grid.task,
         "lengths": list(settings.grid.lengths),

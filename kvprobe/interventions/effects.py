@@ -20,6 +20,8 @@ from kvprobe.twopart import cap, visible
 
 CELLS = ("weights", "cache")
 STREAMS = ("attention", "mlp", "block")
+CELLS_AT_ONCE = 1 << 22
+"""Cells that are counted together."""
 
 
 class Effect(Protocol):
@@ -64,8 +66,9 @@ class Cells:
 
     def expected(self, positions: Tensor, window: int | None, n_heads: int) -> int:
         """See :class:`Effect`."""
-        touched = self.rows.touches(positions)[:, None]
-        cells = int((touched & visible(positions, self.columns.to(positions.device), window)).sum())
+        touched, columns = positions[self.rows.touches(positions)], self.columns.to(positions.device)
+        blocks = touched.split(max(1, CELLS_AT_ONCE // len(columns)))  # never queries × keys at once
+        cells = sum(int(visible(some, columns, window).sum()) for some in blocks)
         return cells * (n_heads if self.heads is None else len(self.heads))
 
     def on_logits(self, view: View) -> int:

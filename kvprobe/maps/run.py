@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from kvprobe import cells
+from kvprobe import parts as kept
 from kvprobe.cells import Cells
 from kvprobe.cells.pairs import COLUMNS, Pair
 from kvprobe.eviction.policies import ratio
@@ -55,13 +57,16 @@ class Result:
         return _by_preset(asked, lambda table: budget_rows(table, self.settings.seed))
 
 
-def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
+def run(model: Any, settings: Settings, progress: Progress = iter, keep: kept.Keep = kept.afresh) -> Result:
     """Map the documents of ``settings``.
 
     Parameters
     ----------
     progress
         Wraps the documents (tqdm, for instance).
+    keep
+        Stores what each document gives, for a run that goes on later (:class:`kvprobe.parts.Parts`); by default
+        nothing.
 
     Raises
     ------
@@ -71,7 +76,10 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
     documents = validate(model, settings)
     begun = time.perf_counter()
     caches, left_out = settings.caches(model, *cells.extent(model, documents, settings.reading.probe))
-    parts = [_document(model, settings, caches, document) for document in progress(documents)]
+    parts = [
+        keep(f"document {number}", partial(_document, model, settings, caches, document))
+        for number, document in enumerate(progress(documents))
+    ]
     table = cells.joined(part for part, _, _ in parts)
     runs = [each for _, each, _ in parts if each is not None]
     ran = pd.concat(runs, ignore_index=True) if runs else None
@@ -88,8 +96,7 @@ def run(model: Any, settings: Settings, progress: Progress = iter) -> Result:
         "seed": settings.seed,
         "policies": [[each.to_dict() for each in (pair.base, pair.ours)] for pair in settings.pairs],
     }
-    partial = Result(settings, heads, layers, about)
-    found = summarise(partial.settings, heads, layers, about["caches"])
+    found = summarise(settings, heads, layers, about["caches"])
     timings = {"documents_s": time.perf_counter() - begun}
     return Result(settings, heads, layers, found | about | {"timings_s": timings})
 

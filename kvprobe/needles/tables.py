@@ -6,11 +6,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvprobe import stats
+from kvprobe import parts, stats
 from kvprobe.errors import TaskError
 from kvprobe.needles.probe import ItemProbe, probe_item
 from kvprobe.needles.settings import FEATURES, Settings
@@ -73,13 +74,20 @@ class Result:
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
 
 
-def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Result:
+def run(
+    model: Any,
+    settings: Settings,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    keep: parts.Keep = parts.afresh,
+) -> Result:
     """Probe ``settings.items`` items.
 
     Parameters
     ----------
     progress
         Wraps the item numbers (tqdm, for instance).
+    keep
+        Stores what each item gives, for a run that goes on later (:class:`kvprobe.parts.Parts`); by default nothing.
 
     Raises
     ------
@@ -88,7 +96,9 @@ def run(model: Any, settings: Settings, progress: Callable[[Iterable[int]], Iter
     """
     validate(model, settings)
     begun = time.perf_counter()
-    probes = tuple(probe_item(model, settings, index) for index in progress(range(settings.items)))
+    probes = tuple(
+        keep(f"item {index}", partial(probe_item, model, settings, index)) for index in progress(range(settings.items))
+    )
     timings = {name: sum(probe.timings[name] for probe in probes) for name in probes[0].timings}
     timings["items_s"] = time.perf_counter() - begun
     about = {

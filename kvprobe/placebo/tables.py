@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvprobe import inputs
+from kvprobe import inputs, parts
 from kvprobe.errors import TaskError, quote
 from kvprobe.placebo.memory import memory_summary, mention_frame, probe_trace, trace_windows
 from kvprobe.placebo.probe import Probed, decoded, item_windows, probe_item
@@ -81,6 +82,7 @@ def run(
     *,
     settings: Settings | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    keep: parts.Keep = parts.afresh,
 ) -> Result:
     """Match, run and score all items: an ablation whose control got an equally strong blow.
 
@@ -98,6 +100,8 @@ def run(
         Everything else; None: the defaults.
     progress
         Wraps the iteration over items.
+    keep
+        Stores what each item gives, for a run that goes on later (:class:`kvprobe.parts.Parts`); by default nothing.
 
     Returns
     -------
@@ -121,7 +125,10 @@ def run(
     made = _checked(model, settings, items)
     traces = isinstance(made[0], TraceItem)
     probe: Callable[..., Probed] = probe_trace if traces else probe_item
-    probes = tuple(probe(model, settings, item, index) for index, item in progress(list(enumerate(made))))
+    probes = tuple(
+        keep(f"item {index}", partial(probe, model, settings, item, index))
+        for index, item in progress(list(enumerate(made)))
+    )
     probed = time.perf_counter()
     summary = summarise(probes, settings, traces) | _asked(settings, items)
     totals = {name: sum(probe.timings[name] for probe in probes) for name in probes[0].timings}

@@ -21,6 +21,8 @@ from kvprobe.errors import PromptError
 Range = tuple[int, int]
 #: What decoders print for bytes that are not a whole character.
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
+#: Categories that normalisers strip: controls, joiners, and marks (vowel signs among them) that stand on a letter.
+DROPPED = ("Cc", "Cf", "Me", "Mn")
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -56,6 +58,8 @@ def align(
     PromptError
         If a span cannot be found and verified by decoding.
     """
+    if not ranges:
+        return []  # a text that cannot be given back is no fault while nothing is looked for in it
     if offsets is not None and _in_order(offsets, len(text)):
         spans = [_overlapping(offsets, wanted) for wanted in ranges]
         if all(_believed(tokenizer, text, ids, *pair, offsets) for pair in zip(ranges, spans, strict=True)):
@@ -91,13 +95,13 @@ def _believed(
 
 
 def _claimed(text: str, wanted: Range, claims: Sequence[Range]) -> bool:
-    """Whether tokens claim every character of a range; spaces and accents may be missing (dropped or merged)."""
+    """Whether tokens claim every character of a range; what a normaliser drops or merges may be missing."""
     at, missing = wanted[0], ""
     for start, stop in claims:
         missing += text[at:start]
         at = max(at, stop)
     missing += text[at : wanted[1]]
-    return all(char.isspace() or _merges(char) for char in missing)
+    return all(char.isspace() or _merges(char) or unicodedata.category(char) in DROPPED for char in missing)
 
 
 def _merges(char: str) -> bool:
@@ -125,8 +129,10 @@ def _verified(tokenizer: Any, text: str, ids: Sequence[int], wanted: Range, span
     if quoted.isspace():  # nothing is left once spaces are squeezed: look for it as it is, behind its neighbour too
         return any(quoted in decode(tokenizer, ids[first:stop]) for first in (start, max(start - 1, 0)))
     seen = _squeezed(decode(tokenizer, ids[start:stop]).removeprefix("##"))  # WordPiece's mark inside a word
-    enough = any(form in seen for form in _forms(tokenizer, quoted))
-    return enough and any(seen.strip(PARTIAL) in form for form in _forms(tokenizer, text[slice(*cover)]))
+    covered = _forms(tokenizer, text[slice(*cover)])
+    # All that its tokens cover is enough: part of a character (a letter without its accent) normalises to another.
+    enough = seen in covered or any(form in seen for form in _forms(tokenizer, quoted))
+    return enough and any(seen.strip(PARTIAL) in form for form in covered)
 
 
 class Prefixes:

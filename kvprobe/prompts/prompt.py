@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import PromptError, quote
-from kvprobe.prompts import alignment, encoding
+from kvprobe.prompts import alignment, batches, encoding
 from kvprobe.prompts.alignment import Range
 
 if TYPE_CHECKING:
@@ -159,6 +159,49 @@ class Prompt:
         text = None if tokenizer is None else _decoded(tokenizer, tensor[pad:].tolist())
         found = {k: _token_span(v, k, tensor[pad:].tolist(), pad, tokenizer, text) for k, v in (spans or {}).items()}
         return cls(tensor, found, pad, text)
+
+    @classmethod
+    def from_batch(
+        cls,
+        encoded: Mapping[str, Any],
+        spans: Sequence[Mapping[str, Wanted] | None] | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> list[Prompt]:
+        """The rows of a padded batch as a tokenizer gives it, one prompt each.
+
+        Parameters
+        ----------
+        encoded
+            ``input_ids`` and ``attention_mask``, [B, n] each. The mask alone says what is padding, so that a pad id may
+            be a real token's. Left pads stay (positions count them), right pads are cut off: nothing sees them.
+        spans
+            One mapping a row (or None), as for :meth:`from_ids`; positions are those of the row as given.
+        tokenizer
+            As for :meth:`from_ids`.
+
+        Raises
+        ------
+        PromptError
+            Without ``attention_mask``; for padding inside a row, a row of padding alone, or spans that do not fit.
+
+        Examples
+        --------
+        >>> batch = {"input_ids": [[7, 8, 0], [5, 6, 9]], "attention_mask": [[1, 1, 0], [1, 1, 1]]}
+        >>> [prompt.ids.tolist() for prompt in Prompt.from_batch(batch)]
+        [[7, 8], [5, 6, 9]]
+        """
+        rows = batches.rows(encoded)
+        named = [None] * len(rows) if spans is None else list(spans)
+        if len(named) != len(rows):
+            raise PromptError(f"a batch of {len(rows)} rows has {len(named)} mappings of spans; allowed: one a row")
+        prompts = []
+        for number, ((ids, mask), some) in enumerate(zip(rows, named, strict=True)):
+            try:
+                prompts.append(cls.from_ids(ids, some, attention_mask=mask, tokenizer=tokenizer))
+            except PromptError as error:
+                raise PromptError(f"row {number} of the batch: {error}") from None
+        return prompts
 
     def tokens(self, model: Any) -> list[str]:
         """Every id as a readable string; a token that is part of a character shows its raw vocabulary entry."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvprobe import parts
 from kvprobe.errors import TaskError
 from kvprobe.sinks.probe import Probed, probe_case
 from kvprobe.sinks.settings import ESSAYS, LENGTH, QUERIES, Case, Settings
@@ -61,13 +63,20 @@ class Result:
         return pd.concat([table for _, table in found], ignore_index=True)
 
 
-def run(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Result:
+def run(
+    model: Any,
+    settings: Settings,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    keep: parts.Keep = parts.afresh,
+) -> Result:
     """Score every key of every input.
 
     Parameters
     ----------
     progress
         Wraps the inputs (tqdm, for instance).
+    keep
+        Stores what each input gives, for a run that goes on later (:class:`kvprobe.parts.Parts`); by default nothing.
 
     Raises
     ------
@@ -76,7 +85,8 @@ def run(model: Any, settings: Settings, progress: Callable[[Iterable[Any]], Iter
     """
     cases = validate(model, settings)
     begun = time.perf_counter()
-    probes = tuple(probe_case(model, settings, case) for case in progress(cases))
+    unit = "item" if settings.task else "document"
+    probes = tuple(keep(f"{unit} {case.index}", partial(probe_case, model, settings, case)) for case in progress(cases))
     timings = {name: sum(probe.timings[name] for probe in probes) for name in probes[0].timings}
     timings["items_s"] = time.perf_counter() - begun
     summary = describe(settings, cases) | summarise(probes, settings) | {"timings_s": timings}

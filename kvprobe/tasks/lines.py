@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,14 +121,15 @@ def _content(place: str) -> str:
     except OSError as error:
         raise DataError(f"cannot read {place!r}: {error.strerror or error}; must be a file of JSON lines") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{place!r} is not UTF-8 ({error.reason}), must be UTF-8 text") from None
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{place!r}, line {line}: is not UTF-8 ({error.reason}), must be UTF-8 text") from None
     except ValueError as error:  # a path with a zero byte
         raise DataError(f"cannot read {place!r}: {error}; must be a file of JSON lines") from None
 
 
 def _line(text: str, where: str, name: str, number: int) -> Line:
     try:
-        row = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        row = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: is not JSON ({error}), must be one object a line") from None
     if not isinstance(row, dict):
@@ -149,6 +151,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    """A number, refused where it is too large for one: the infinity that it would become is no JSON."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{quote(digits)} is too large a number")
+    return value
 
 
 def _is_numbers(value: Any, size: int) -> bool:

@@ -263,15 +263,13 @@ def split_conditional(A_masked: Rows, A_clean: Rows, keep: Mask, sink_mass: PerR
 
     Notes
     -----
-    Derived for kvprobe. 1/R − 1 is computed as a_S / R.
+    Derived for kvprobe. N⊙A_clean (1/R − 1) is computed as (N⊙A_clean / R) a_S: a_S / R overflows at a subnormal R.
     """
     _check_split(A_masked, A_clean, keep)
-    R = retained(A_clean, keep, sink_mass)
-    check_retained(R)
-    inflation = retained(A_clean, ~keep) / R
+    shares = conditional(A_clean, keep, sink_mass)
     return ConditionalSplit(
-        shares=A_masked - conditional(A_clean, keep, sink_mass),
-        arithmetic=A_clean * keep * inflation.unsqueeze(-1),
+        shares=A_masked - shares,
+        arithmetic=shares * retained(A_clean, ~keep).unsqueeze(-1),
         removal=-(A_clean * ~keep),
     )
 

@@ -75,7 +75,8 @@ def bound(A: Rows, m: Rows, keep: Mask, sink_mass: PerRow | None = None) -> PerR
     """
     R = retained(A, keep, sink_mass)
     check_retained(R)
-    return value_mass(A, m, keep) + retained(A, ~keep) / R * value_mass(A, m, ~keep)
+    # w_N / R is at most the largest m; a_S / R overflows where R is subnormal.
+    return value_mass(A, m, keep) + retained(A, ~keep) * (value_mass(A, m, ~keep) / R)
 
 
 def centred_bound(

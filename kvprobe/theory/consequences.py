@@ -143,7 +143,7 @@ class _Head:
             "value_mass": w_S,
             "perturbation": norm(shift, p),
             "centred_bound": (lost * distances).sum(-1),
-            "bound": w_S + mass / R * w_N,
+            "bound": w_S + mass * (w_N / R),  # mass / R overflows where R is subnormal
         }
         return found | ({} if self.stage1 is None else self._stages(m, w_S, w_N)), shift
 

@@ -110,4 +110,7 @@ def _dose_arguments(
 
 
 def _number(x: Tensor | float) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    """As a tensor of float32 at least: 1 − e^{−β} of a small β has no digits in 16 bits."""
+    if not isinstance(x, Tensor):
+        return torch.tensor(x, dtype=torch.float64)
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -27,12 +27,13 @@ def gram(W_O: Projection) -> Float[Tensor, "*#b d d"]:
     Returns
     -------
     Tensor ``[..., d, d]``
-        G.
+        G, float32 or float64: in 16 bits squares lose half of their digits, and those beyond 256 overflow.
 
     Notes
     -----
     Derived for kvprobe.
     """
+    W_O = W_O.to(torch.promote_types(W_O.dtype, torch.float32))
     return W_O @ W_O.mT
 
 

@@ -188,8 +188,11 @@ def weighted_values(weights: Tensor, V: Tensor) -> Tensor:
 
 
 def norm(x: Tensor, p: int) -> Tensor:
-    """‖x‖_p over the last dimension (abs().sum() is 2× faster than ``vector_norm`` for p = 1)."""
-    return x.abs().sum(-1) if p == 1 else torch.linalg.vector_norm(x, dim=-1)
+    """‖x‖_p over the last dimension (abs().sum() is 2× faster than ``vector_norm`` for p = 1).
+
+    Squares are summed in float64: those of a shift below 1e-22 would underflow in float32, and its norm would be 0.
+    """
+    return x.abs().sum(-1) if p == 1 else torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).to(x.dtype)
 
 
 def _project(x: Tensor, W_O: Tensor) -> Tensor:
