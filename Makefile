@@ -1,6 +1,8 @@
 # make setup · demo · test · test-fast · test-oldest · stress · models · bench · notebooks · check · clean
 # Everything runs in .venv, which is made on first use and again when the dependencies change; test-oldest in .venv-oldest.
 PYTHON ?= python3.11
+# Some images set this; then every process compiles torch and transformers anew, for eight seconds.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 # Two workers with one thread each: more threads than cores make every one of them slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1

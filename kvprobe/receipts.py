@@ -127,7 +127,7 @@ def expected_cells(plan: Plan, arm: int, positions: Tensor, windows: Sequence[in
 def _cells(bias: ArmBias, positions: Tensor, window: int | None, n_heads: int) -> int:
     """Visible cells with a bias, over all heads: in blocks of queries, never queries × keys at once."""
     total = 0
-    for some in positions.split(max(1, CELLS_AT_ONCE // (n_heads * len(bias.columns)))):
+    for some in positions.split(max(1, CELLS_AT_ONCE // (n_heads * max(1, len(bias.columns))))):
         values = bias.at(some)
         hit = (values < 0) & visible(some, bias.columns, window)
         total += int(hit.sum()) * (n_heads if values.shape[0] == 1 else 1)

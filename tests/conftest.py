@@ -1,6 +1,7 @@
 """Shared fixtures. Models are made and loaded once a process; nothing here imports torch until a test asks for one."""
 
 import os
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -33,6 +34,25 @@ def smol(smol_path):
 
     assert smol_path
     return models.load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def at_hand(smol):
+    """``with at_hand():`` commands find the embedded model loaded; loading is tested where it is the point."""
+    from kvprobe import models
+
+    load = models.load
+
+    def found(name, **more):
+        return smol if name == "smollm2-135m" and not more else load(name, **more)
+
+    @contextmanager
+    def patched():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "load", found)
+            yield
+
+    return patched
 
 
 @pytest.fixture(scope="session")

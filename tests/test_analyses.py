@@ -12,6 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 ROOT = Path(__file__).parents[1]
 LONG = 700  # bytes, which are the tiny tokenizer's tokens
 

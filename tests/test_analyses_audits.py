@@ -13,6 +13,8 @@ from kvprobe import audits
 from kvprobe.audits.sweeps import scores
 from kvprobe.cells import pairs_of
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 NAMES = ("table9_bound_tightness", "fig8_assumption", "table8_alpha", "fig9_distance")
 SMALL = {"documents": 3, "length": 220}
 READ = {"n": 3, "length": 220}

@@ -15,6 +15,8 @@ from test_analyses import ROOT
 from kvprobe import placebo, stats
 from kvprobe.placebo.pools import disjoint, dissimilar
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 
 def helper(name):
     """A script as a module that others can import, too."""

@@ -13,6 +13,8 @@ import torch
 from fake_trace import fake_trace
 from test_analyses import ROOT, script
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 NAMES = ("renormalisation_artefact", "mask_against_gate")
 SMALL = {"length": 760, "items": 2}
 MORE = {NAMES[0]: {"windows": ("8", "40"), "draws": 1}, NAMES[1]: {"every": True, "step": 2}}

@@ -12,6 +12,8 @@ from test_analyses import ROOT, script
 
 from kvprobe import maps
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 NAMES = ("fig4_head_perturbation", "fig5_layer_perturbation", "fig6_budget_perturbation")
 SMALL = {"documents": 2, "length": 220}
 SIZES = ("0.3", "0.5")

@@ -18,6 +18,8 @@ from test_analyses_calibrating import helper
 
 from kvprobe import placebo, runs
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 CALIBRATION, STRENGTH = "placebo_calibration", "strength_predicts_effect"
 LENGTH = 1100  # bytes, which are the tiny tokenizer's tokens
 SMALL = {

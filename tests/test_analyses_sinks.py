@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from sink_traces import TRACES, row_trace
 from test_analyses import ROOT, script
 
+pytestmark = pytest.mark.slow  # questions above the library: what they stand on has fast tests of its own
+
 NAMES = ("sink_or_search", "head_roles", "epsilon_sensitivity")
 SMALL = {"length": 760, "items": 2}
 MORE = {
@@ -552,17 +554,10 @@ def test_help_is_quick_and_imports_nothing_heavy(name):
     assert run.stdout.startswith("usage:") and run.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.fixture(scope="module")
-def smollm():
-    from kvprobe import models
-
-    return models.load("smollm2-135m")
-
-
 @pytest.mark.slow
-def test_search_on_the_embedded_model(smollm):
-    planned = search.plan(smollm, task="niah_multikey_1", items=1, length=700)
-    table = search.compute(smollm, planned)
+def test_search_on_the_embedded_model(smol):
+    planned = search.plan(smol, task="niah_multikey_1", items=1, length=700)
+    table = search.compute(smol, planned)
     mine = table[(table["layer"] == -1) & (table["contrast"] == "first")].set_index("measure")["mean"]
     assert mine["relative_norm"] > 0.9 and mine["mass"] < 0.1  # the first position takes much and carries little
     kinds = table.attrs["tables"]["kinds"]
@@ -570,9 +565,9 @@ def test_search_on_the_embedded_model(smollm):
 
 
 @pytest.mark.slow
-def test_roles_on_the_embedded_model(smollm):
-    planned = roles.plan(smollm, items=1, length=600, lengths=("300",), depths=("50",))
-    table = roles.compute(smollm, planned)
+def test_roles_on_the_embedded_model(smol):
+    planned = roles.plan(smol, items=1, length=600, lengths=("300",), depths=("50",))
+    table = roles.compute(smol, planned)
     best = table.loc[table["retrieval"].idxmax()]
     assert best["layer"] in (17, 18) and best["retrieval"] > 0.5 and "effect" not in table
     row = row_of(table.attrs["tables"]["pairs"], first="evidence", second="perturbation")
@@ -580,9 +575,9 @@ def test_roles_on_the_embedded_model(smollm):
 
 
 @pytest.mark.slow
-def test_epsilon_on_the_embedded_model(smollm):
-    planned = epsilons.plan(smollm, items=1, length=600, epsilons=("0", "1e-4", "1e-2"))
-    table = epsilons.compute(smollm, planned)
+def test_epsilon_on_the_embedded_model(smol):
+    planned = epsilons.plan(smol, items=1, length=600, epsilons=("0", "1e-4", "1e-2"))
+    table = epsilons.compute(smol, planned)
     order = table[table["quantity"] == "order"]["mean"].tolist()
     assert order[0] == pytest.approx(1) and order[0] > order[1] > order[2]
     rarity = table[table["quantity"] == "rarity"]["mean"].tolist()

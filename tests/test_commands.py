@@ -11,7 +11,7 @@ FEATURES = {"mass", "delta_mass", "value_mass", "bound", "centred_bound", "pertu
 
 
 @pytest.fixture(scope="module")
-def niah(tmp_path_factory):
+def niah(at_hand, tmp_path_factory):
     """One small run of the main command; returns its exit status, stdout lines and folder."""
     import contextlib
     import io
@@ -20,7 +20,7 @@ def niah(tmp_path_factory):
     task = ["--task", "niah_multikey_1", "--length", "900", "--items", "2"]
     words = ["niah", *task, "--distractors", "4", "--decoys", "2", "--new-tokens", "12", "--json"]
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), at_hand():
         status = cli.main([*words, "--out", str(out)])
     return status, said.getvalue().splitlines(), out
 
@@ -92,20 +92,22 @@ def test_check_reports_the_embedded_model(capsys):
         ("niah --exclude-layers 99 --length 700 --items 1", "0 … 29"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_left_behind(words, said, capsys, tmp_path):
+def test_a_mistake_is_one_line_and_nothing_is_left_behind(words, said, at_hand, capsys, tmp_path):
     out = tmp_path / "run"
     given = words.split() + (["--out", str(out)] if words.startswith("niah") else [])
-    assert cli.main(given) == 2
+    with at_hand():
+        assert cli.main(given) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and error.startswith("kvprobe: ")
     assert not out.exists()
 
 
 @pytest.mark.slow
-def test_a_mistake_leaves_an_earlier_run_as_it_was(niah, capsys):
+def test_a_mistake_leaves_an_earlier_run_as_it_was(niah, at_hand, capsys):
     _, _, out = niah
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert cli.main(["niah", "--length", "60", "--out", str(out)]) == 2
+    with at_hand():
+        assert cli.main(["niah", "--length", "60", "--out", str(out)]) == 2
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert "smallest" in capsys.readouterr().err
 

@@ -68,6 +68,7 @@ def audited(small_model, texts, tmp_path_factory):
     return lines, out
 
 
+@pytest.mark.slow
 def test_every_promised_key_is_there(audited):
     lines, _ = audited
     summary = strict(lines[-1])
@@ -149,6 +150,7 @@ def test_layers_whose_window_is_shorter_than_the_question(family, texts, tmp_pat
     assert strict(lines[-1])["violations"] == 0 and "nan" not in "\n".join(lines[:-1]).lower()
 
 
+@pytest.mark.slow
 def test_scores_of_a_sweep(small_model, texts, tmp_path):
     """One value's worth of the real thing: a needle task of 1000 tokens, one item."""
     out = tmp_path / "run"

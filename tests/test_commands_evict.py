@@ -216,10 +216,11 @@ def test_facts_of_a_method_are_printed_with_its_rows(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def smol_evicted(tmp_path_factory):
+def smol_evicted(at_hand, tmp_path_factory):
     out = tmp_path_factory.mktemp("evict") / "smol"
     words = "--length 480 --items 2 --new-tokens 9 --cache 0.2,1 --policies streaming,snapkv+two_stage,snapkv,oracle"
-    return (*run_evict(out, *words.split()), out)
+    with at_hand():
+        return (*run_evict(out, *words.split()), out)
 
 
 @pytest.mark.slow

@@ -27,12 +27,12 @@ def loads(line):
 
 
 @pytest.fixture(scope="module")
-def done(smol_path, tmp_path_factory):
+def done(at_hand, tmp_path_factory):
     """A small scan of the embedded model: status, lines, and its folder."""
-    assert smol_path
     out = tmp_path_factory.mktemp("heads") / "out"
     words = ["--lengths", "300", "--depths", "0,100", "--reasoning-task", "none", "--items", "2", "--draws", "2"]
-    return (*run_heads(*words, "--top", "4", "--seed", "5", "--json", "--out", out), out)
+    with at_hand():
+        return (*run_heads(*words, "--top", "4", "--seed", "5", "--json", "--out", out), out)
 
 
 def test_heads_hands_over_every_word(monkeypatch):
@@ -106,8 +106,9 @@ def test_a_mistake_is_one_line(words, said, capsys):
         ("--lengths 300 --rule-cache 0.001", "rule cache 0.001 leaves no key to select at 250 tokens"),
     ],
 )
-def test_a_mistake_that_the_model_shows_comes_before_any_file(words, said, smol_path, tmp_path, capsys):
-    assert cli.main(["heads", *words.split(), "--out", str(tmp_path / "out")]) == 2
+def test_a_mistake_that_the_model_shows_comes_before_any_file(words, said, at_hand, tmp_path, capsys):
+    with at_hand():
+        assert cli.main(["heads", *words.split(), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "out").exists()

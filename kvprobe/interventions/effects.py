@@ -67,7 +67,7 @@ class Cells:
     def expected(self, positions: Tensor, window: int | None, n_heads: int) -> int:
         """See :class:`Effect`."""
         touched, columns = positions[self.rows.touches(positions)], self.columns.to(positions.device)
-        blocks = touched.split(max(1, CELLS_AT_ONCE // len(columns)))  # never queries × keys at once
+        blocks = touched.split(max(1, CELLS_AT_ONCE // max(1, len(columns))))  # never queries × keys at once
         cells = sum(int(visible(some, columns, window).sum()) for some in blocks)
         return cells * (n_heads if self.heads is None else len(self.heads))
 

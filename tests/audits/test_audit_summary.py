@@ -169,6 +169,7 @@ def ran(tiny):
     return docs, audits.run(tiny("llama"), settings(docs))
 
 
+@pytest.mark.slow
 def test_a_runs_tables_are_the_public_function(ran, tiny):
     """With the first-stage share of Algorithm 1 on both sides."""
     docs, result = ran

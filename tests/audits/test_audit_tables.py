@@ -34,6 +34,7 @@ def both(tiny):
     return get
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("p", [1, 2])
 def test_no_cell_violates_the_chain_and_the_chain_is_not_trivial(family, p, both):

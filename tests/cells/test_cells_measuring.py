@@ -52,6 +52,7 @@ def slow_first(scored, policy, cache, alpha=0.5):
     return top.choose(scored, None, base=max(int(alpha * base), most, 1)).keep
 
 
+@pytest.mark.slow
 @families
 @both_norms
 def test_every_cell_is_a_loop_over_plain_transformers_own_tensors(family, p, tiny, plain64):

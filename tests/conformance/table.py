@@ -109,6 +109,15 @@ def refused_row(family: str) -> str:
     return _line(family, error.facts.get("architecture") or _architecture(family), _words(family, str(error)))
 
 
+@cache
+def pinned() -> bool:
+    """Whether the versions that the document speaks of are those that are installed."""
+    from importlib.metadata import version
+
+    pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return all(version(name).split("+")[0] == pin for name, pin in pins if name in PINNED)
+
+
 def render(rows: dict[str, str], reasons: dict[str, str], refusals: dict[str, str]) -> str:
     """The whole text."""
     pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -15,6 +15,8 @@ def test_laws_hold_in_fp32(family):
     assert {column: len(of) for column, of in said.items()} == {
         column: sum(law.earns == column for law in LAWS) for column in table.COLUMNS
     }
+    if not table.pinned():
+        return
     why = table.reason(family)
     line = table.lines(table.DOCUMENT.read_text(), (family,), "- {}: ").get(family)
     assert why == line, "docs/models.md is not what was found: python tests/conformance/table.py writes it"
@@ -28,6 +30,7 @@ def test_laws_hold_in_every_layout_and_dtype(family):
     assert written == {family: table.row(family)}, "python tests/conformance/table.py writes docs/models.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "shape"), tiny.SHAPES)
 def test_laws_hold_for_heads_of_any_size(family, shape):
     """kvpress#213: a head size that is odd, or no quotient of the hidden size, or not in the config."""
@@ -59,11 +62,18 @@ def test_rotated_queries_and_keys_have_the_models_dtype(family, dtype):
 def test_what_cannot_be_masked_is_refused_in_words(family):
     from conformance.cases import refused
 
-    error = refused(family)
+    try:
+        error = refused(family)
+    except AssertionError:
+        # Another transformers may compute a class by other means: then it must stand under every law.
+        assert not table.pinned() and table.outcomes(family, next(iter(tiny.layouts(family))), "fp32")
+        return
     assert table._architecture(family) in str(error) and "transformers 5." in str(error)
     assert "allowed" in str(error) or "way out" in str(error) or "; use " in str(error)
     written = table.lines(table.DOCUMENT.read_text(), (family,))
-    assert written == {family: table.refused_row(family)}, "python tests/conformance/table.py writes docs/models.md"
+    assert not table.pinned() or written == {family: table.refused_row(family)}, (
+        "python tests/conformance/table.py writes docs/models.md"
+    )
 
 
 def test_the_table_has_these_rows_and_no_others():

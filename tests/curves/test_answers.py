@@ -53,11 +53,10 @@ def plain_logprob(reference, geometry, ids, gold, keep, stop):
     """Plain transformers, one uncached run: every later query loses what is not kept, by loops."""
     total = len(ids) + len(gold)
     table = torch.zeros(geometry.n_layers, geometry.n_heads, total, total)
-    for layer in range(geometry.n_layers):
+    for layer, held in enumerate(keep.tolist()):
         for head in range(geometry.n_heads):
-            for key in range(stop):
-                if not keep[layer, head // geometry.group, key]:
-                    table[layer, head, stop:, key] = -torch.inf
+            row = [0.0 if kept else -torch.inf for kept in held[head // geometry.group]]
+            table[layer, head, stop:, :stop] = torch.tensor(row[:stop])
     logits = reference([*ids, *gold], table).logits
     return forced(logits[len(ids) - 1 : -1], gold)
 
@@ -134,11 +133,10 @@ def diary_table(seen, geometry):
     n = len(seen)
     table = torch.zeros(geometry.n_layers, geometry.n_heads, n, n)
     for query, keep in enumerate(seen):
-        for layer in range(geometry.n_layers):
+        for layer, held in enumerate(keep.tolist()):
             for head in range(geometry.n_heads):
-                for key in range(keep.shape[-1]):
-                    if not keep[layer, head // geometry.group, key]:
-                        table[layer, head, query, key] = -torch.inf
+                row = [0.0 if kept else -torch.inf for kept in held[head // geometry.group]]
+                table[layer, head, query, : len(row)] = torch.tensor(row)
     return table
 
 

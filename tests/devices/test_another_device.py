@@ -101,6 +101,7 @@ def arms_of(model):
 OPTIONS = {"suffix": SUFFIX, "continuation": [9], "generate": 2, "streams": 2}
 
 
+@pytest.mark.slow
 @every_family
 def test_every_intervention_together_and_alone(family, devices, far, tiny):
     near, there = tiny(family), far(family, devices)

@@ -84,6 +84,7 @@ def test_there_are_as_many_as_the_page_says():
     assert len(SETS) == 59 and {name.split("__")[1] for name in SETS} > set(POLICIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OLD_SETS)
 def test_the_first_goldens(name, smol, measured):
     assert FIRST["ids"].tolist() == SECOND["ids__a"].tolist()
@@ -92,6 +93,7 @@ def test_the_first_goldens(name, smol, measured):
     assert (keep == unpacked(FIRST[name], 600)).float().mean() >= LEAST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SETS if name.split("__")[1] in POLICIES])
 def test_kept_sets(name, measured):
     document, method, _ = name.split("__")
@@ -120,6 +122,7 @@ def test_pyramid(name, measured):
     assert (same.choose(scored, None, 300).keep == golden).float().mean() >= 0.9998
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SETS if "duo" in name])
 def test_duo(name, smol):
     document, method, ratio = name.split("__")

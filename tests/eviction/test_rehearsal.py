@@ -29,6 +29,7 @@ def rehearsed(model, policy, n, cache):
     return None
 
 
+@pytest.mark.slow
 @every_policy
 def test_it_refuses_what_the_policy_refuses_and_nothing_else(policy, tiny):
     model = tiny("llama")

@@ -60,6 +60,7 @@ def layers(smol, goldens):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["a", "b"])
 @pytest.mark.parametrize("name", SCORERS)
 def test_scores_are_those_of_kvpress(layers, goldens, document, name):

@@ -44,11 +44,10 @@ def table_of(seen, model):
     geometry, n = model.geometry, len(seen)
     table = torch.zeros(geometry.n_layers, geometry.n_heads, n, n)
     for query, keep in enumerate(seen):
-        for layer in range(geometry.n_layers):
+        for layer, held in enumerate(keep.tolist()):
             for head in range(geometry.n_heads):
-                for key in range(keep.shape[-1]):
-                    if not keep[layer, head // geometry.group, key]:
-                        table[layer, head, query, key] = -torch.inf
+                row = [0.0 if kept else -torch.inf for kept in held[head // geometry.group]]
+                table[layer, head, query, : len(row)] = torch.tensor(row)
     return table
 
 

@@ -32,6 +32,7 @@ def worked(child):
     return 0.0 if fields[0] in "ZX" else sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_killed_at_ten_random_moments(quick, whole, tmp_path):
     expected, seconds = whole
     moments = random.Random(0)
@@ -74,6 +75,7 @@ def killed_at(step, out):
     return ended(forked(work))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("earlier", [False, True], ids=["into an empty folder", "over complete results"])
 def test_killed_before_every_single_change_of_the_disk(earlier, tmp_path, capsys, monkeypatch):
     for module in (records.asked, records.folder):

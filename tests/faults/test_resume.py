@@ -32,7 +32,10 @@ def computed(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("name", fault_runs.COMMANDS)
+FIRST, *OTHERS = fault_runs.COMMANDS
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_every_experiment_goes_on_where_it_was_interrupted(name, quick, computed, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     status, _, said = command(words(name, quick, "--out", whole))

@@ -74,10 +74,11 @@ def test_its_file_is_what_the_schema_says(made):
     assert complaints({}, SCHEMA) == [f"profile lacks {name}" for name in SCHEMA["required"]]
 
 
-def test_budgets_run_from_a_profile_that_was_made(made, tmp_path, capsys):
+def test_budgets_run_from_a_profile_that_was_made(made, at_hand, tmp_path, capsys):
     """``kvprobe evict`` end to end: HeadKV takes importance and DuoAttention gates from the one file."""
     words = f"--policies headkv,duo --profile {made[1]} --items 1 --length 1300 --cache 0.5 --new-tokens 2 --json"
-    assert cli.main(["evict", *words.split(), "--out", str(tmp_path / "run")]) == 0
+    with at_hand():
+        assert cli.main(["evict", *words.split(), "--out", str(tmp_path / "run")]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["policy"] for row in summary["rows"]] == ["snapkv+headkv", "streaming+duo"]
     headkv, duo = (each["budget"] for each in summary["policies"])

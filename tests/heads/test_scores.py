@@ -57,6 +57,7 @@ def test_scores_of_the_value_alone_equal_plain_transformers(tiny, tiny_folder, f
     assert reasoning_scores(found).any()
 
 
+@pytest.mark.slow
 def test_scores_of_a_trained_model_equal_plain_transformers(smol, smol_path):
     grid = Grid(lengths=(200,), depths=(50,), seeds=(0,), new_tokens=5)
     ((_, asked),) = grid.items(smol)

@@ -206,6 +206,7 @@ def test_the_answer_ends_with_its_first_line(pieces, kept):
     assert first_line(model, range(len(pieces))) == tuple(range(kept))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_an_answer_that_is_tried_is_the_one_that_is_stepped_through(smol, monkeypatch, seed):
     """Guessed right, wrong, too short, too early, or not at all: the same tokens as decoding one by one."""
@@ -215,10 +216,10 @@ def test_an_answer_that_is_tried_is_the_one_that_is_stepped_through(smol, monkey
     from kvprobe.heads import trials
     from kvprobe.interventions import KVMask
 
-    item = tasks.make("niah_single_2", smol, length=320, seed=seed, tokens_to_generate=20, distractors=0)
+    item = tasks.make("niah_single_2", smol, length=320, seed=seed, tokens_to_generate=14, distractors=0)
     prefix = runs.prefill(smol, item.prompt, len(item.prompt) - 1)
     options = {"suffix": 1, "prefix": prefix, "keep_trace": False}
-    for new_tokens in (1, 5, 20):
+    for new_tokens in (1, 5, 14):
         stepped = runs.intervene(smol, item.prompt, KVMask([]), generate=new_tokens, **options).generated
         assert 0 < len(stepped) <= new_tokens
         wrong = (*item.answer_ids[:3], item.answer_ids[0], *item.answer_ids[4:])

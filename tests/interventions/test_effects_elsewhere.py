@@ -87,6 +87,7 @@ def test_chunks_change_nothing(family, tiny, monkeypatch, limit):
     assert torch.equal(pieces[0].logits[-16:], pieces[-1].logits[-16:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_costs_what_it_costs_a_clean_run(family, dtype, tiny_folder):

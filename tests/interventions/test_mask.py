@@ -184,6 +184,7 @@ GREEDY = ("clean", "in the prefix", "across the border", "own rows", "heads by l
           "generated tokens only", "three positions", "finite", "everything of one head, zero")  # fmt: skip
 
 
+@pytest.mark.slow
 @every_family
 def test_greedy_decoding_equals_a_loop_without_cache(family, tiny, plain):
     steps, eos = 7, {tiny(family).tokenizer.eos_token_id}

@@ -9,6 +9,7 @@ from kvprobe.errors import TaskError
 from kvprobe.needles.settings import from_command
 
 
+@pytest.mark.slow
 def test_features_are_the_span_statistics_of_the_teacher_forced_answer(reader, probes):
     _, (probe, _) = probes
     item = probe.item

@@ -180,6 +180,7 @@ def test_ends_of_the_divergence():
         jensen_shannon(apart, apart[:1])
 
 
+@pytest.mark.slow
 def test_the_embedded_model_settles_as_plain_transformers_says(smol, smol_path):
     """A trained model, whose layers pass the threshold: hidden states of transformers, its own norm, head, scipy."""
     from transformers import AutoModelForCausalLM

@@ -71,6 +71,7 @@ def parts_of(row, trace, target, settings):
     return (kp.KVMask(keys, beta=beta),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 2])
 def test_every_row_of_the_table_is_its_intervention_run_alone(reader, own_items, ran, index):
     item, table = own_items[index], ran.arms()

@@ -111,6 +111,7 @@ def test_each_item_is_the_same_alone_as_among_others(reader, own_items, ran):
     same_numbers(alone, ran.arms()[ran.arms()["item"] == 0])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_one_other_windows(reader, own_items, ran):
     again, other = (
         placebo.run(reader, own_items, settings=dataclasses.replace(ran.settings, seed=seed)) for seed in (0, 1)

@@ -248,6 +248,7 @@ def test_options_out_of_range(wrong):
         sinks.SecondaryOptions(**wrong)
 
 
+@pytest.mark.slow
 def test_smollm2_has_them_in_its_third_to_tenth_layer(smol):
     """What the defaults were set by: tokens `` the`` behave as the first position does, in layers 3 to 9."""
     from kvprobe import tasks

@@ -173,6 +173,7 @@ def test_large_designs_do_not_overflow():
     assert 0 < stats.permutation_within_item(scores, masks, draws=99).p <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ["normal", "standard_cauchy", "exponential"])
 @pytest.mark.parametrize("statistic", ["mean_difference", "auroc"])
 def test_primary_test_has_its_attainable_size(draw, statistic):
