@@ -8,7 +8,7 @@ import pytest
 import tiny as families
 import torch
 
-from kvprobe import attention, capability, checks, cli, engine, models
+from kvprobe import attention, capability, checks, cli, engine, models, sources
 from kvprobe.checks import distance, trials
 from kvprobe.errors import CapabilityError
 
@@ -129,7 +129,7 @@ def test_a_family_whose_adapter_drops_score_edits_is_refused(tmp_path):
         CapabilityError, match=r"\(OPTForCausalLM\): a score edit does not bite on layer\(s\) \[0, 1, 2\] "
     ):
         models.load(folder)
-    hf, tokenizer = models._from_transformers(str(folder), "opt", None, False, {})
+    hf, tokenizer = sources.from_transformers(str(folder), "opt", None, False, {})
     bridge, ids = models._boot(str(folder), hf, tokenizer, "opt"), torch.arange(5, 25)[None]
     with torch.no_grad():
         clean = bridge(ids, prepend_bos=False)

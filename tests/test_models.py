@@ -8,7 +8,7 @@ import tiny as families
 import torch
 from torch.testing import assert_close
 
-from kvprobe import KVMask, Prompt, intervene, models, observe
+from kvprobe import KVMask, Prompt, intervene, models, observe, sources
 from kvprobe.errors import InterventionError
 
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
@@ -165,4 +165,4 @@ def test_the_embedded_model_goes_by_its_names(smol, monkeypatch, tiny_folder):
     assert smol.name == "smollm2-135m" and smol.geometry.group == 3 and smol.geometry.n_layers == 30
     monkeypatch.setattr(embedded, "ensure", lambda: tiny_folder("llama"))
     for name in ("smollm2-135m", "SmolLM2-135M-Instruct"):
-        assert models._resolve(name) == (str(tiny_folder("llama")), "smollm2-135m")
+        assert sources.resolve(name) == (str(tiny_folder("llama")), "smollm2-135m")

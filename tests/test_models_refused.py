@@ -8,7 +8,7 @@ import tiny as families
 import torch
 from torch import nn
 
-from kvprobe import models
+from kvprobe import models, sources
 from kvprobe.errors import ModelError
 
 
@@ -112,9 +112,9 @@ def test_an_unreachable_hub_fails_at_once(monkeypatch):
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in models.PROXIES:
+    for name in sources.PROXIES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(models.socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(sources.socket, "getaddrinfo", unreachable)
     one_line("nobody/no-such-model", r"not in the local hub cache, and .* cannot be reached")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvprobe.errors import TaskError, quote
 from kvprobe.eviction.policies import ratio
-from kvprobe.models import EMBEDDED
+from kvprobe.sources import EMBEDDED
 
 Array = NDArray[np.float64]
 MEASURES = ("entropy", "relative_entropy", "top_mass")

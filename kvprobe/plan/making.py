@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvprobe import models, runs
+from kvprobe import runs, sources
 from kvprobe.costs import Costs, Job, Step, base_bytes, fit, from_config, peak
 from kvprobe.errors import PlanError, quote
 from kvprobe.inputs import count
@@ -140,7 +140,7 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def _context(twin: Any, label: str, n: int) -> None:
-    longest = models.max_length(twin.config)
+    longest = sources.max_length(twin.config)
     if longest is not None and n > longest:
         raise PlanError(f"length={n} is beyond the {longest} positions that {label} has; allowed: at most that many")
 
@@ -149,7 +149,7 @@ def _described(model: Any, dtype: Any, device: str) -> tuple[Costs, str, int]:
     """Costs, name, and what is held before a job begins."""
     if hasattr(model, "twin"):
         return model.costs, model.name, base_bytes(model.device)
-    config, label = models.describe(model)
+    config, label = sources.describe(model)
     where = _device(device)
     costs = Costs(from_config(config, _dtype(dtype, config)), where)
     return costs, label, costs.weights + (PROCESS_BYTES if where.type == "cpu" else 0)
