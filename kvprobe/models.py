@@ -225,6 +225,20 @@ def _moved(hf: Any, device: str) -> Any:
 
 def _refuse_unsupported(hf: Any, label: str) -> None:
     """Attention patterns that positions and a window do not describe, and weights that cannot be shared."""
+    refuse_attention(hf, label)
+    if any(parameter.device.type == "meta" for parameter in hf.parameters()):
+        raise ModelError(f"{label} is partly offloaded to disk: the twin cannot share its weights; load it whole")
+    rounding = [name for name, parameter in hf.named_parameters() if type(parameter).__name__ == "Int8Params"]
+    if rounding:
+        raise CapabilityError(
+            f"{label} ({type(hf).__name__}): {rounding[0]} and {len(rounding) - 1} more are 8-bit weights of "
+            "bitsandbytes, whose products round activations too, and no two ways to the same numbers agree; allowed: "
+            "4 bits, 8-bit weights alone (torchao's Int8WeightOnlyConfig), or 16 bits and more"
+        )
+
+
+def refuse_attention(hf: Any, label: str) -> None:
+    """Refuse attention patterns that positions and a window do not describe, as the config tells them."""
     config = hf.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     strange = [layer for layer, kind in enumerate(kinds) if kind not in ("full_attention", "sliding_attention")]
@@ -236,15 +250,6 @@ def _refuse_unsupported(hf: Any, label: str) -> None:
             f"attention of kind {names}{where} is not supported; allowed: full and sliding, which positions and a "
             "window describe",
             label,
-        )
-    if any(parameter.device.type == "meta" for parameter in hf.parameters()):
-        raise ModelError(f"{label} is partly offloaded to disk: the twin cannot share its weights; load it whole")
-    rounding = [name for name, parameter in hf.named_parameters() if type(parameter).__name__ == "Int8Params"]
-    if rounding:
-        raise CapabilityError(
-            f"{label} ({type(hf).__name__}): {rounding[0]} and {len(rounding) - 1} more are 8-bit weights of "
-            "bitsandbytes, whose products round activations too, and no two ways to the same numbers agree; allowed: "
-            "4 bits, 8-bit weights alone (torchao's Int8WeightOnlyConfig), or 16 bits and more"
         )
 
 

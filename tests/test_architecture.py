@@ -34,7 +34,7 @@ def cpu_seconds(*arguments, tries=3):
 def test_imports_go_one_way(capsys):
     from importlinter.cli import lint_imports
 
-    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
+    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     assert status == 0, capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe import cli
+from kvprobe import cli, parts
 
 TABLES = {"heads", "trials", "layers", "causal", "knockouts"}
 FIGURES = {"heads", "first_layers", "stability", "causal", "knockouts"}
@@ -199,5 +199,5 @@ def test_a_check_without_other_heads_says_why_and_loses_nothing_else(monkeypatch
         raise InterventionError("k=4: none is left to compare with")
 
     monkeypatch.setattr(measuring, "causal", refused)
-    assert measuring._checked(None, Settings(), None, []) == (None, "no items were asked for (--items 0)")
-    assert measuring._checked(None, Settings(), None, [1]) == (None, "k=4: none is left to compare with")
+    assert measuring._checked(None, Settings(), None, [], parts.afresh) == (None, "no items were asked for (--items 0)")
+    assert measuring._checked(None, Settings(), None, [1], parts.afresh) == (None, "k=4: none is left to compare with")

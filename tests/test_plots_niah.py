@@ -132,6 +132,7 @@ def test_figures_do_not_depend_on_the_users_settings():
         assert matplotlib.rcParams["font.size"] == 30
 
 
+@pytest.mark.slow  # IPython comes with what runs the notebooks
 def test_figures_show_in_a_notebook_with_and_without_the_inline_backend():
     from IPython.core.formatters import DisplayFormatter
 

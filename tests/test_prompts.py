@@ -240,6 +240,7 @@ def test_any_text_without_offsets(case, size, empty):
 
 @settings(deadline=None, max_examples=100)
 @given(texts_with_a_span())
+@example(("  ", 0, 2))
 def test_any_text_with_useless_offsets(case):
     text, start, stop = case
     tokenizer = Lying(_byte(), lambda start, stop: (start, start))

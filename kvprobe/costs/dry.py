@@ -67,26 +67,48 @@ def hollow(twin: Any) -> Any:
 
 
 def from_config(config: Any, dtype: torch.dtype) -> Any:
-    """The transformers class of a config with nothing in it, ready for :func:`run_dry`."""
+    """The transformers class of a config with nothing in it, ready for :func:`run_dry`.
+
+    Raises
+    ------
+    PlanError
+        There is no such class, it keeps its own attention, or its weights are quantised: a config does not say how many
+        bytes those take.
+    """
     from transformers import AutoModelForCausalLM
 
+    kind = f"the config's {getattr(config, 'model_type', 'model')}"
+    if getattr(config, "quantization_config", None):
+        raise PlanError(
+            f"{kind} has quantised weights, and a config does not say what they hold; allowed: plan the loaded model, "
+            "or the config without quantization_config"
+        )
     attention.register()
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    twin.set_attn_implementation(attention.NAME)
+    try:
+        with torch.device("meta"):
+            twin = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        twin.set_attn_implementation(attention.NAME)
+    except Exception as error:  # transformers raises many kinds here; the user needs one line
+        raise PlanError(f"{kind} cannot be built ({_reason(error)}); allowed: decoder-only language models") from error
+    if twin.config._attn_implementation != attention.NAME:
+        raise PlanError(f"{type(twin).__name__} keeps its own attention, and kvprobe.load refuses it: no plan")
     return twin.eval()
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def run_dry(twin: Any, setting: Setting, keep: int) -> Pass:
     """Run B × t tokens through a hollow twin; ``keep`` is the number of rows whose logits are made (0: all)."""
     batch, tokens = setting.batch, setting.rows
     dtype = next(iter(twin.parameters())).dtype
-    twin, width = _routed(twin, dtype)
     setting = replace(setting, item=dtype.itemsize)
-    ledger, cache = _Ledger([*twin.parameters(), *twin.buffers()]), engine.new_cache()
-    run = Run(dry=ledger.attending(setting, width), capture=torch.arange(tokens))
-    ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
     try:
+        twin, width = _routed(twin, dtype)
+        ledger, cache = _Ledger([*twin.parameters(), *twin.buffers()]), engine.new_cache()
+        run = Run(dry=ledger.attending(setting, width), capture=torch.arange(tokens))
+        ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
         with torch.no_grad(), attention.active(run), ledger:
             out = twin(
                 input_ids=ids,
@@ -95,13 +117,14 @@ def run_dry(twin: Any, setting: Setting, keep: int) -> Pass:
                 use_cache=True,
                 logits_to_keep=keep,
             )
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        pairs = engine.cached_layers(cache)
+        if len(run.specs) != len(pairs) or not pairs:
+            raise PlanError(f"layers {sorted(run.specs)} of {len(pairs)} attended")
+    except Exception as error:  # code of any class raises what it likes; the user needs one line
         raise PlanError(
-            f"{type(twin).__name__} cannot be run without numbers ({reason}); allowed: classes whose code does not "
-            "depend on the values of its tensors"
+            f"{type(twin).__name__} cannot be run without numbers ({_reason(error)}); allowed: classes that "
+            "kvprobe.load accepts, and whose code does not depend on the values of its tensors"
         ) from error
-    pairs = engine.cached_layers(cache)
     queries = sum(_size(query) for query in run.queries.values())
     cached = sum(_size(part) for pair in pairs for part in pair)
     heads = tuple(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvprobe import runs, sources
+from kvprobe import models, runs, sources
 from kvprobe.costs import Costs, Job, Step, base_bytes, fit, from_config, peak
 from kvprobe.errors import PlanError, quote
 from kvprobe.inputs import count
@@ -151,7 +151,9 @@ def _described(model: Any, dtype: Any, device: str) -> tuple[Costs, str, int]:
         return model.costs, model.name, base_bytes(model.device)
     config, label = sources.describe(model)
     where = _device(device)
-    costs = Costs(from_config(config, _dtype(dtype, config)), where)
+    twin = from_config(config, _dtype(dtype, config))
+    models.refuse_attention(twin, label)
+    costs = Costs(twin, where)
     return costs, label, costs.weights + (PROCESS_BYTES if where.type == "cpu" else 0)
 
 

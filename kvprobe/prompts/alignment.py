@@ -86,7 +86,7 @@ def _believed(
 ) -> bool:
     """Whether a span found by offsets claims all of its characters and decodes to no others than it claims."""
     claims = offsets[slice(*span)]
-    if not claims or not _claimed(text, wanted, claims):
+    if not any(stop > start for start, stop in claims) or not _claimed(text, wanted, claims):
         return False
     stop = claims[-1][1]
     while stop < len(text) and _merges(text[stop]):

@@ -48,7 +48,6 @@ AWAY = {
     "join",
 }  # drawn below, or a cost by themselves
 law = settings(
-    max_examples=45,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -88,7 +87,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_options(name, validated, here):
-    @law
+    @settings(law, max_examples=12 if name == "plan" else 45)  # a plan costs a second
     @given(lines(name))
     def check(words):
         lawful(words)

@@ -44,7 +44,7 @@ def test_every_head_equals_plain_transformers_with_that_head_masked(family, mask
     expected = np.array([masked_heads.effect(plain(family), item, [one], clean=clean) for one in HEADS])
     np.testing.assert_allclose(frame["delta_logprob"], expected[:, 0], atol=2e-4)
     np.testing.assert_allclose(frame["kl"], expected[:, 1], atol=2e-5, rtol=1e-3)
-    assert np.abs(expected[:, 0]).min() < 0.5 < np.abs(expected[:, 0]).max()  # not a comparison of zeros
+    assert np.abs(expected[:, 0]).min() < 0.3 < np.abs(expected[:, 0]).max()  # not a comparison of zeros
     assert (frame["kl"] >= -1e-9).all()
 
 

@@ -150,3 +150,34 @@ def test_memory_in_words():
     assert all(as_bytes(text) == size for text, size in sizes.items())
     assert [written(n) for n in (5, 2048, 360 << 20, 3 << 30, 5 << 40)] == ["5 B", "2 KiB", "360 MiB", "3 GiB", "5 TiB"]
     assert at_hand(torch.device("cpu")) > held() > 50 << 20
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("falcon", {}, "FalconForCausalLM keeps its own attention, and kvprobe.load refuses it"),
+        ("llama4_text", {}, r"attention of kind \['chunked_attention'\]"),
+        ("jamba", {}, r"attention of kind \['linear_attention'\]"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantised weights"),
+    ],
+)
+def test_configs_that_have_no_plan(family, changes, says, tmp_path):
+    import tiny as families
+
+    config = families.config(family)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises((PlanError, ModelError), match=says) as caught:
+        made(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "cohere2", "phi3", "gpt_neox", "olmo3"])
+def test_other_families_have_plans(family, tmp_path):
+    import tiny as families
+
+    families.config(family).save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = made(tmp_path, dtype=dtype, memory="4GiB")
+        assert found.fits and found.dtype == dtype and found.to_dict()["flops"] > 0
