@@ -56,6 +56,8 @@ class Run:
     observer
         Called on every layer with (layer, query, key, value, spec) before it attends: whoever needs all query rows
         takes what it needs there, so that no layer's rows outlive it.
+    reach
+        Tokens of the longest pass that made the prefix' keys, where those are more than ``start``.
     limit
         Bytes of logits held at once; None for what suits the device (``CHUNK_BYTES``).
     dry
@@ -69,6 +71,7 @@ class Run:
     edits: Mapping[int, Mapping[int, Sequence[CellEdit]]] = field(default_factory=dict)
     capture: Tensor | None = None
     observer: Observer | None = None
+    reach: int = 0
     limit: int | None = None
     dry: Callable[[Tensor, Tensor, Tensor, LayerSpec], Tensor] | None = None
     queries: dict[int, Tensor] = field(default_factory=dict)

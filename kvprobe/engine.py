@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.attention import Observer, Run, active
-from kvprobe.errors import ModelError
+from kvprobe.errors import CapabilityError, ModelError
 from kvprobe.projections import NAMES
 from kvprobe.projections import output_bias as output_bias
 from kvprobe.projections import output_weights as output_weights
@@ -28,6 +28,12 @@ class Prefix:
     ids: Tensor
     layers: list[tuple[Tensor, Tensor]]
     next_logits: Tensor | None = None
+    made: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the pass that made these keys: more than there are, where the prefix was cut from a longer one."""
+        return max(self.made, len(self))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -39,7 +45,7 @@ class Prefix:
         if length == len(self):
             return self
         cut = [(keys[:, :length], values[:, :length]) for keys, values in self.layers]
-        return Prefix(self.ids[:length], cut)
+        return Prefix(self.ids[:length], cut, made=self.reach)
 
     @property
     def n_bytes(self) -> int:
@@ -100,6 +106,8 @@ def forward(twin: Any, ids: Tensor, run: Run, cache: Any, keep: int | Tensor = 0
     ``keep`` is transformers' ``logits_to_keep``: 0 for all rows, k for the last k, or row indices. The cache ends up
     holding each arm's own keys only; the shared prefix is read from the run.
     """
+    if run.start and (run.prefix is not None or cache.get_seq_length()):
+        same_rotation(twin, max(run.reach, run.start), run.start + ids.shape[1])
     device = next(iter(twin.parameters())).device
     positions = torch.arange(run.start, run.start + ids.shape[1], device=device)[None]
     with torch.no_grad(), active(run):
@@ -111,6 +119,41 @@ def forward(twin: Any, ids: Tensor, run: Run, cache: Any, keep: int | Tensor = 0
             logits_to_keep=keep,
         )
     return out.logits
+
+
+def rotation_border(twin: Any) -> tuple[int, bool] | None:
+    """(length up to which keys turn as usual, whether they turn alike beyond it) where rotation depends on the length.
+
+    transformers chooses longrope's factors, and dynamic NTK's base, by the longest position of each pass.
+    """
+    config = twin.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        kind = one.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            name = "original_max_position_embeddings"
+            known = (one.get(name), getattr(config, name, None)) if kind == "longrope" else ()
+            return next((int(n) for n in (*known, config.max_position_embeddings) if n), 0), kind == "longrope"
+    return None
+
+
+def same_rotation(twin: Any, made: int, end: int) -> None:
+    """Refuse a pass of ``end`` tokens in all behind keys that a pass of ``made`` tokens has rotated otherwise.
+
+    Raises
+    ------
+    CapabilityError
+        They lie on two sides of the length at which the model's rotation changes.
+    """
+    border = rotation_border(twin)
+    if border is None or (made <= border[0] and end <= border[0]):
+        return
+    if made != end and not (border[1] and made > border[0] < end):
+        raise CapabilityError(
+            f"{type(twin).__name__} rotates otherwise in a text of more than {border[0]} tokens: keys of a pass of "
+            f"{made} do not serve one of {end}; allowed: passes that all end on one side (no chunk, or a longer one; a "
+            "prefix of this very prompt; fewer generated tokens)"
+        )
 
 
 def cached_layers(cache: Any) -> list[tuple[Tensor, Tensor]]:
@@ -161,13 +204,13 @@ def _in_order(rows: Sequence[Tensor], queries: Sequence[dict[int, Tensor]]) -> d
 
 def extend(twin: Any, prefix: Prefix, ids: Tensor) -> Prefix:
     """A prefix with more ids behind it (a copy): only the new tokens are run."""
-    run, cache = Run(prefix=prefix.layers, start=len(prefix)), new_cache()
+    run, cache = Run(prefix=prefix.layers, start=len(prefix), reach=prefix.reach), new_cache()
     logits = forward(twin, ids[None], run, cache, keep=1)
     layers = [
         (torch.cat([keys, more[0]], 1), torch.cat([values, further[0]], 1))
         for (keys, values), (more, further) in zip(prefix.layers, cached_layers(cache), strict=True)
     ]
-    return Prefix(torch.cat([prefix.ids.to(ids.device), ids]), layers, logits[0, -1])
+    return Prefix(torch.cat([prefix.ids.to(ids.device), ids]), layers, logits[0, -1], prefix.reach)
 
 
 def attention_modules(twin: Any, n_layers: int) -> Sequence[Any]:

@@ -189,7 +189,7 @@ def load(
     hf.eval()
     _refuse_unsupported(hf, label)
     probe = checks.probe_ids(hf)
-    reference = checks.reference_logits(hf, probe)
+    reference = checks.reference_logits(hf, probe, label)
     twin = make_twin(hf)
     bridge = _boot(source, hf, tokenizer, label)
     _round_rotated(bridge, twin.dtype)

@@ -78,7 +78,7 @@ def observe(model: Any, prompt: Any, queries: Any = -1, *, prefix: Prefix | None
         parts = [((keys,), (values,)) for keys, values in whole.layers]
     else:
         start = _usable(prefix, ids, int(real.min()))
-        run = Run(prefix=prefix.upto(start).layers, start=start, capture=real - start)
+        run = Run(prefix=prefix.upto(start).layers, start=start, capture=real - start, reach=prefix.reach)
         cache = engine.new_cache()
         engine.forward(model.twin, ids[None, start:], run, cache, keep=1)
         parts = _parts(prefix.upto(start), cache, 0)
@@ -154,7 +154,7 @@ def intervene(
         )
     given = Limits() if batch is None else Limits(batch=inputs.count("batch", batch, 1))
     limits = _limits(model, _arms_job(job, len(groups), min(starts), prefix), plan, given)
-    shared = _shared_prefix(model, ids, max(starts), prefix, limits)
+    shared = _shared_prefix(model, torch.cat([ids, forced]), max(starts), prefix, limits)
     outcomes: dict[int, Outcome] = {}
     for start in sorted(set(starts)):
         members = [arm for arm, first in enumerate(starts) if first == start]
@@ -182,6 +182,13 @@ def _limits(model: Any, job: Job, plan: Any, given: Limits = UNLIMITED) -> Limit
     limits = getattr(plan, "limits", plan)
     if not isinstance(limits, Limits):
         raise PlanError(f"plan={quote(plan)} is not a plan: allowed is what kvprobe.plan.make(…) returns, or Limits")
+    planned = getattr(plan, "job", job)
+    for name, word in (("n", "tokens"), ("queries", "observed rows"), ("arms", "arms")):
+        if getattr(job, name) > getattr(planned, name):
+            raise PlanError(
+                f"the plan is for {getattr(planned, name)} {word}, this run has {getattr(job, name)}; allowed: at most "
+                "what was planned"
+            )
     return replace(limits, batch=given.batch or limits.batch)
 
 
@@ -202,10 +209,13 @@ def batch_size(rows: int, vocab: int, logits: str = "all") -> int:
 
 
 def _shared_prefix(model: Any, ids: Tensor, length: int, given: Prefix | None, limits: Limits) -> Prefix | None:
+    """The first ``length`` tokens, prefilled: alone, or with the whole text where that turns its keys otherwise."""
     if length == 0:
         return None
     if given is None:
-        return engine.prefill(model.twin, ids[:length], limits=limits)[0]
+        border = engine.rotation_border(model.twin)
+        whole = border is not None and len(ids) > border[0]
+        return engine.prefill(model.twin, ids if whole else ids[:length], limits=limits)[0].upto(length)
     usable = _usable(given, ids, length)
     shared = given.upto(usable)
     return shared if len(shared) == length else engine.extend(model.twin, shared, ids[len(shared) : length])
@@ -243,6 +253,7 @@ class _Job:
     ) -> dict[int, Outcome]:
         """One batch: the forced rows, then greedy steps; returns arm → outcome."""
         prefix = None if start == 0 or shared is None else shared.upto(start).layers
+        reach = 0 if shared is None else shared.reach
         tokens = torch.cat([self.ids, self.forced])
         rows = tokens[start:].expand(len(arms), -1)
         batch = _Batch.of(self.plan, arms)
@@ -254,6 +265,7 @@ class _Job:
             biases=batch.biases,
             edits=batch.edits,
             capture=capture,
+            reach=reach,
             limit=limits.logits_bytes,
         )
         keep = len(self.forced) + 1 if self.logits == "continuation" else 0
@@ -294,7 +306,7 @@ class _Job:
             if all(done) or step + 1 == self.generate:
                 break
             at = len(self.ids) + step
-            more = Run(prefix=run.prefix, start=at, biases=batch.biases, edits=batch.edits, limit=run.limit)
+            more = Run(run.prefix, at, batch.biases, batch.edits, reach=run.reach, limit=run.limit)
             with self._edited(batch, more) as rewritten:
                 last = engine.forward(self.model.twin, best[:, None], more, cache)[:, -1]
             steps.append(self._step(at, at + 1, more, arms, rewritten.rows))

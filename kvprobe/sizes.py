@@ -14,7 +14,7 @@ import torch
 from kvprobe.errors import PlanError, quote
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _CGROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -39,6 +39,12 @@ class Limits:
     batch: int | None = None
     logits_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("chunk", "batch", "logits_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not hasattr(value, "__index__") or isinstance(value, bool) or value < 1):
+                raise PlanError(f"{name}={quote(value)} is not allowed: give None, or a whole number of 1 or more")
+
 
 UNLIMITED = Limits()
 
@@ -50,7 +56,13 @@ def at_hand(device: torch.device) -> int:
     physical memory.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        try:
+            free, _ = torch.cuda.mem_get_info(device)
+        except (AssertionError, RuntimeError) as error:  # torch asserts that it was compiled for the device
+            raise PlanError(
+                f"the memory of {device} cannot be read here ({' '.join(str(error).split())[:120]}); allowed: say how "
+                "much there is (memory, or --memory)"
+            ) from error
         return int(free + torch.cuda.memory_allocated(device))
     return held() + min([_available(), *_allowed()])
 
@@ -100,7 +112,7 @@ def as_bytes(text: Any) -> int:
 def written(n: float) -> str:
     """``1.71 GiB``, ``360 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
+        if n < 1000:
             return f"{n:.3g} {unit}"
         n /= 1024
     return f"{n:.3g} TiB"

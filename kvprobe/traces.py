@@ -152,7 +152,7 @@ class Trace:
         if not 0 < length <= min(data.keys[0].shape[1] for data in self.data):
             raise TheoryError(f"the trace holds no contiguous prefix of {length} tokens")
         layers = [(data.keys[0][:, :length], data.values[0][:, :length]) for data in self.data]
-        return Prefix(self.ids[self.pad : self.pad + length], layers)
+        return Prefix(self.ids[self.pad : self.pad + length], layers, made=self.n - self.pad)
 
     def save(self, path: str | Path, *, weights: bool = True) -> Path:
         """Write one safetensors file: ids, query rows, keys, values, specs, and W_O unless ``weights=False``."""

@@ -9,8 +9,9 @@ import tiny as families
 import torch
 
 from kvprobe import attention, capability, checks, cli, engine, models, sources
-from kvprobe.checks import distance, trials
+from kvprobe.checks import check, distance, trials
 from kvprobe.errors import CapabilityError
+from kvprobe.versions import versions
 
 every_family = pytest.mark.parametrize("family", families.FAMILIES)
 DIFFERENCES = ("logits_max_diff", "twin_max_diff", "cached_max_diff", "mask_max_diff", "output_max_diff")
@@ -67,6 +68,10 @@ def test_a_bridge_that_ignores_its_cache_is_refused(llama, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(TransformerBridge, "forward", forgetful)
+    message = refused(llama, "a cached run differs from an uncached one by [0-9.]+")
+    assert "mistakes the KV cache" in message and "install" not in message  # these versions are the right ones
+    found = versions() | {"transformers": "5.24.0"}
+    monkeypatch.setattr(check, "versions", lambda *names: {name: found[name] for name in names or found})
     message = refused(llama, "a cached run differs from an uncached one by [0-9.]+")
     assert "mistakes the KV cache" in message and "install transformers>=5.9,<5.24" in message
 
@@ -322,3 +327,16 @@ def test_a_good_and_a_refused_model_have_the_same_keys(tmp_path, tiny):
 def test_a_path_that_does_not_exist_is_a_mistake(capsys):
     status, out, err = said(["check", "./nowhere", "--json"], capsys)
     assert status == 2 and not out and "'./nowhere' is not a model folder" in err
+
+
+def test_a_model_that_transformers_itself_cannot_run_is_refused(llama, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("strides should be\nmultiple of 16 bytes")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", broken)
+    message = refused(
+        llama, r"transformers itself cannot run it \(RuntimeError: strides should be multiple of 16 bytes\)"
+    )
+    assert "\n" not in message and "transformers 5." in message

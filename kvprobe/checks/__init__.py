@@ -29,10 +29,25 @@ def probe_ids(hf: Any) -> Tensor:
     return torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
 
 
-def reference_logits(hf: Any, ids: Tensor) -> Tensor:
-    """transformers' own eager logits [n, vocab], taken before TransformerLens wraps the modules."""
-    with torch.no_grad():
-        return hf(input_ids=ids, use_cache=False).logits[0].float()
+def reference_logits(hf: Any, ids: Tensor, label: str = "the model") -> Tensor:
+    """transformers' own eager logits [n, vocab], taken before TransformerLens wraps the modules.
+
+    Raises
+    ------
+    CapabilityError
+        transformers itself cannot run the model.
+    """
+    try:
+        with torch.no_grad():
+            return hf(input_ids=ids, use_cache=False).logits[0].float()
+    except Exception as error:  # code of any class raises what it likes; the user needs one line
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        have = ", ".join(f"{name} {version}" for name, version in versions().items())
+        raise CapabilityError(
+            f"{label} ({type(hf).__name__}): transformers itself cannot run it ({reason}); allowed: a model, a dtype and a "
+            f"device on which it runs [{have}]",
+            {"architecture": type(hf).__name__},
+        ) from error
 
 
 def run(label: str, twin: Any, bridge: Any, ids: Tensor, reference: Tensor) -> tuple[dict[str, Any], Report]:
@@ -53,8 +68,8 @@ def run(label: str, twin: Any, bridge: Any, ids: Tensor, reference: Tensor) -> t
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise check.refuse(
-            f"kvprobe cannot run its attention ({reason}); allowed: classes with plain multi-head, grouped-query or "
-            "multi-query attention"
+            f"kvprobe or TransformerLens' bridge cannot run its attention ({reason}); allowed: classes with plain "
+            "multi-head, grouped-query or multi-query attention"
         ) from error
 
 

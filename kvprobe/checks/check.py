@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -178,9 +179,7 @@ class Check:
         self.within(
             "cached_max_diff",
             distance.worst([self.apart(logits, self.reference[cut:]) for logits in pieces]),
-            "a cached run differs from an uncached one by {}: this pair of transformers and transformer-lens mistakes "
-            "the KV cache (transformers 5.24 renamed the attention argument past_key_values); install "
-            "transformers>=5.9,<5.24",
+            "a cached run differs from an uncached one by {}: " + _cause(versions("transformers")["transformers"]),
         )
 
     def masked(self, geometry: Mapping[str, Any]) -> None:
@@ -222,3 +221,17 @@ class Check:
 def attention_class(bridge: Any, layer: int) -> str:
     """TransformerLens' class for one layer's attention."""
     return type(bridge.blocks[layer].attn).__name__
+
+
+def _cause(transformers: str) -> str:
+    """Why a cached run may differ, and the way out, by the version of transformers installed."""
+    release = tuple(int(part) for part in re.findall(r"\d+", transformers)[:2])
+    if (5, 9) <= release < (5, 24):
+        return (
+            "the class computes otherwise in pieces (its rotation depends on the length, for instance), or this pair "
+            "of transformers and transformer-lens mistakes the KV cache; allowed: classes whose pieces make the whole"
+        )
+    return (
+        "this pair of transformers and transformer-lens mistakes the KV cache (transformers 5.24 renamed the attention "
+        "argument past_key_values); install transformers>=5.9,<5.24"
+    )

@@ -16,7 +16,9 @@ def plan(
     length: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens of the prompt.")] = 8192,
     queries: Annotated[int, typer.Option(min=0, max=MOST, help="Rows that are observed.")] = 1,
     arms: Annotated[int, typer.Option(min=0, max=MOST, help="Masks (or other arms) over the shared prefix.")] = 16,
-    suffix: Annotated[int, typer.Option(min=1, max=MOST, help="Rows that each arm runs.")] = 40,
+    suffix: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Rows that each arm runs (default 40, or the length).")
+    ] = None,
     trace: Annotated[bool, typer.Option(help="Arms keep their rows and own keys (keep_trace).")] = True,
     memory: Annotated[str | None, typer.Option(help="What may be held, e.g. 6GiB (default: what is at hand).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: the config's).")] = None,

@@ -57,5 +57,5 @@ def rough_bytes(twin: Any, job: Job) -> int:
     cached = 4 * int(config.num_hidden_layers) * int(config.hidden_size) * item
     run = job.arms * job.rows
     tokens = (0 if job.prefilled else job.n) + run
-    rows = 16 * job.queries * (cached + job.n * int(config.num_attention_heads))
+    rows = 16 * job.queries * (cached + 4 * job.n * int(config.num_attention_heads))
     return tokens * (48 * max(inside, default=0) * item + cached) + 8 * run * int(config.vocab_size) + rows

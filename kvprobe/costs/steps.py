@@ -27,8 +27,8 @@ SHRINKS = {
 }
 """Step → the limits that make it smaller, and the smallest that is worth a pass."""
 
-LOOKED_AT = 4
-"""fp32 copies of one layer's logits rows at once: logits, weights, and two that statistics work on."""
+LOOKED_AT = 10
+"""fp32 copies of one layer's logits rows at once: logits, weights, and what span statistics make of them in float64."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,19 @@ def fit(costs: Costs, job: Job, base: int, memory: int, given: Limits) -> tuple[
     while True:
         steps = costs.steps(job, limits)
         over = [step.name for step, total in zip(steps, totals(base, steps), strict=True) if total > memory]
-        smaller = _smaller(limits, given, over[0]) if over else limits
+        if base + sum(step.n_bytes for step in steps if step.held) > memory:  # nothing helps: say how little it takes
+            smaller = _smallest(limits, given)
+        else:
+            smaller = next((each for name in over if (each := _smaller(limits, given, name)) != limits), limits)
         if smaller == limits:
             return limits, steps
         limits = smaller
+
+
+def _smallest(limits: Limits, given: Limits) -> Limits:
+    """The smallest limits of all steps, as far as they are not given."""
+    least = {name: smallest for shrinking in SHRINKS.values() for name, smallest in shrinking}
+    return Limits(**{name: getattr(given, name) or min(getattr(limits, name), least[name]) for name in least})
 
 
 def _smaller(limits: Limits, given: Limits, step: str) -> Limits:

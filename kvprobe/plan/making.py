@@ -13,6 +13,9 @@ from kvprobe.errors import PlanError, quote
 from kvprobe.inputs import count
 from kvprobe.sizes import Limits, as_bytes, at_hand, written
 
+SUFFIX = 40
+"""Rows of an arm where none are given: a question and its answer."""
+
 PROCESS_BYTES = 640 << 20
 """What Python, torch, transformers and TransformerLens hold without a model (measured on Linux, x86-64)."""
 
@@ -87,7 +90,7 @@ def make(
     *,
     queries: int = 1,
     arms: int = 16,
-    suffix: int = 40,
+    suffix: int | None = None,
     keep_trace: bool = True,
     memory: int | str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -95,7 +98,7 @@ def make(
     chunk: int | None = None,
     batch: int | None = None,
 ) -> Plan:
-    """Plan a prefill of ``length`` tokens, ``queries`` observed rows, and ``arms`` arms of ``suffix`` rows each.
+    """Plan a prefill of ``length`` tokens, ``queries`` observed rows, ``arms`` arms of ``suffix`` rows (default 40).
 
     Parameters
     ----------
@@ -114,8 +117,9 @@ def make(
     PlanError, ModelError
         Bad input, a model that is not found, or one that cannot be run without numbers.
     """
-    sizes = {"length": (length, 1), "queries": (queries, 0), "arms": (arms, 0), "suffix": (suffix, 1)}
-    n, rows, n_arms, tail = (_count(name, value, least) for name, (value, least) in sizes.items())
+    sizes = {"length": (length, 1), "queries": (queries, 0), "arms": (arms, 0)}
+    n, rows, n_arms = (_count(name, value, least) for name, (value, least) in sizes.items())
+    tail = min(SUFFIX, n) if suffix is None else _count("suffix", suffix, 1)
     if rows > n or tail > n:
         raise PlanError(f"queries={rows}, suffix={tail}; allowed: at most the length, {n}")
     given = Limits(*(None if value is None else _count(name, value, 1) for name, value in _passes(chunk, batch)))

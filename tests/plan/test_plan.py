@@ -75,7 +75,7 @@ def test_a_plan_that_does_not_fit_runs_nothing(tiny):
     found = made(model, memory=1000)
     assert not found.fits and found.peak_bytes > 1000
     with pytest.raises(
-        PlanError, match=r"llama: 300 tokens and 4 arms need .* at least, the plan has 1e\+03 B; allowed: "
+        PlanError, match=r"llama: 300 tokens and 4 arms need .* at least, the plan has 0.977 KiB; allowed: "
     ):
         observe(model, Prompt.from_ids(range(3, 303)), plan=found)
 
@@ -100,6 +100,44 @@ def test_a_plan_that_does_not_fit_runs_nothing(tiny):
 def test_what_makes_no_plan(options, says, tiny):
     with pytest.raises(PlanError, match=says):
         made(tiny("llama"), **options)
+
+
+def test_a_run_that_is_larger_than_its_plan_is_refused(tiny):
+    from kvprobe import KVMask, intervene
+
+    model, prompt = tiny("llama"), Prompt.from_ids(range(3, 303))
+    small = plan.make(model, length=50, arms=0, memory="4GiB")
+    with pytest.raises(PlanError, match="the plan is for 50 tokens, this run has 300; allowed: at most what"):
+        observe(model, prompt, plan=small)
+    found = made(model, memory="4GiB")
+    with pytest.raises(PlanError, match="the plan is for 1 observed rows, this run has 2"):
+        observe(model, prompt, [5, 9], plan=found)
+    with pytest.raises(PlanError, match="the plan is for 4 arms, this run has 5"):
+        intervene(model, prompt, [KVMask((3, 6))] * 5, suffix=20, plan=found)
+    assert len(intervene(model, prompt, [KVMask((3, 6))] * 4, suffix=20, plan=found)) == 4
+
+
+def test_a_plan_that_does_not_fit_says_how_little_it_takes(tiny):
+    job = {"length": 500, "arms": 16, "suffix": 30}
+    hopeless = plan.make(tiny("llama"), **job, memory=1000)
+    assert hopeless.chosen == Limits(128, 1, 1 << 20)
+    assert hopeless.peak_bytes <= plan.make(tiny("llama"), **job, memory="4GiB").peak_bytes
+
+
+@pytest.mark.parametrize("field", ["chunk", "batch", "logits_bytes"])
+@pytest.mark.parametrize("value", [0, -3, "a", 1.5, True])
+def test_what_limits_nothing(field, value):
+    with pytest.raises(PlanError, match=f"{field}=.* is not allowed: give None, or a whole number of 1 or more"):
+        Limits(**{field: value})
+
+
+def test_the_memory_of_a_device_that_is_not_here(tiny_folder, monkeypatch):
+    def absent(device):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", absent)
+    with pytest.raises(PlanError, match=r"the memory of cuda cannot be read here .*; allowed: say how much"):
+        made(tiny_folder("llama"), device="cuda")
 
 
 def test_names_dtypes_and_devices_that_do_not_exist(tiny_folder):
@@ -146,9 +184,19 @@ def test_a_process_holds_what_its_plan_says(chunk, smol_path):
 def test_memory_in_words():
     from kvprobe.sizes import as_bytes, at_hand, held, written
 
-    sizes = {"6GiB": 6 << 30, "512 MB": 512 << 20, "1.5g": 3 << 29, "100": 100, 7: 7, "2 kib": 2048, "1T": 1 << 40}
+    sizes = {
+        "6GiB": 6 << 30,
+        "512 MB": 512 << 20,
+        "1.5g": 3 << 29,
+        "100": 100,
+        7: 7,
+        "2 kib": 2048,
+        "1T": 1 << 40,
+        "1e9": 10**9,
+    }
     assert all(as_bytes(text) == size for text, size in sizes.items())
-    assert [written(n) for n in (5, 2048, 360 << 20, 3 << 30, 5 << 40)] == ["5 B", "2 KiB", "360 MiB", "3 GiB", "5 TiB"]
+    sizes = {5: "5 B", 1000: "0.977 KiB", 2048: "2 KiB", 360 << 20: "360 MiB", 3 << 30: "3 GiB", 5 << 40: "5 TiB"}
+    assert {n: written(n) for n in sizes} == sizes
     assert at_hand(torch.device("cpu")) > held() > 50 << 20
 
 
