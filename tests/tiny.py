@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -118,7 +119,8 @@ def config(family: str, **changes):
     import transformers
 
     name, arguments = (CONFIGS | REFUSED)[family]
-    return getattr(transformers, name)(**arguments | changes)
+    # Some classes write into the lists that they are given (gemma4 makes the last layer a full one).
+    return getattr(transformers, name)(**copy.deepcopy(arguments | changes))
 
 
 def save(family: str, folder: Path, seed: int = 0, **changes) -> Path:
