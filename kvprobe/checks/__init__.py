@@ -44,8 +44,8 @@ def reference_logits(hf: Any, ids: Tensor, label: str = "the model") -> Tensor:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         have = ", ".join(f"{name} {version}" for name, version in versions().items())
         raise CapabilityError(
-            f"{label} ({type(hf).__name__}): transformers itself cannot run it ({reason}); allowed: a model, a dtype and "
-            f"a device on which it runs [{have}]",
+            f"{label} ({type(hf).__name__}): transformers itself cannot run it ({reason}); allowed: a model, a dtype "
+            f"and a device on which it runs [{have}]",
             {"architecture": type(hf).__name__},
         ) from error
 
