@@ -114,6 +114,8 @@ def test_a_run_that_is_larger_than_its_plan_is_refused(tiny):
         observe(model, prompt, [5, 9], plan=found)
     with pytest.raises(PlanError, match="the plan is for 4 arms, this run has 5"):
         intervene(model, prompt, [KVMask((3, 6))] * 5, suffix=20, plan=found)
+    with pytest.raises(PlanError, match="the plan is for 20 rows of an arm, this run has 21"):
+        intervene(model, prompt, [KVMask((3, 6))], suffix=21, plan=found)
     assert len(intervene(model, prompt, [KVMask((3, 6))] * 4, suffix=20, plan=found)) == 4
 
 
