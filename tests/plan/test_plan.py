@@ -207,7 +207,7 @@ def test_memory_in_words():
     [
         ("falcon", {}, "FalconForCausalLM keeps its own attention, and kvprobe.load refuses it"),
         ("llama4_text", {}, r"attention of kind \['chunked_attention'\]"),
-        ("jamba", {}, r"attention of kind \['linear_attention'\]"),
+        ("jamba", {}, r"attention of kind \['(linear_attention|mamba)'\]"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantised weights"),
     ],
 )
