@@ -17,6 +17,7 @@ import head_knockouts
 import many_arms
 import matching
 import observing
+import planning
 import projected_norms
 import torch
 
@@ -41,6 +42,9 @@ BARS = {
     # θ of all candidate positions of an item over all its rows, and exact L of the 64 nearest.
     "matching_over_prefill": (0.5, None, False),
     "peak_over_hf": (1.5, None, False),
+    # A plan over the true peak of its process, 8,192 tokens and sixteen masks: within 20 %.
+    "plan_over_peak": (0.8, None, True),
+    "plan_over_peak_pieces": (0.8, None, True),
     "projected_norm_speedup_2k": (1.5, None, True),
     "projected_norm_speedup_32k": (2.5, None, True),
     "projected_norm_l2_over_l1": (None, None, False),
@@ -63,6 +67,7 @@ def main() -> int:
     ratios, measured = {}, {}
     if "--skip-memory" not in sys.argv:
         _add(ratios, measured, observing.memory())
+        _add(ratios, measured, planning.run())
     model = kp.load()
     _add(ratios, measured, projected_norms.run())
     _add(ratios, measured, auditing.run())
