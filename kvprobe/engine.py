@@ -61,12 +61,34 @@ def new_cache() -> Any:
 
 
 def reserved_cache(length: int, n_layers: int) -> Any:
-    """A cache with room for ``length`` tokens: pieces of a prompt are written behind one another, nothing is copied."""
+    """A cache with room for ``length`` tokens: pieces of a prompt are written behind one another, where they stay."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
-    cache.layers = [_reserved_layer()(length) for _ in range(n_layers)]
+    cache, rooms = DynamicCache(), (Rooms(n_layers, length), Rooms(n_layers, length))
+    cache.layers = [_reserved_layer()(rooms) for _ in range(n_layers)]
     return cache
+
+
+class Rooms:
+    """Room for keys (or values) of all layers, [B, K, length, d] each.
+
+    On the CPU one allocation for all: cached tensors that lie between those of passing layers would leave holes in the
+    heap that nothing fits into (up to 600 MiB at 8,192 tokens of the embedded model).
+    """
+
+    def __init__(self, n_layers: int, length: int) -> None:
+        self.n_layers, self.length = n_layers, length
+        self.left: dict[Any, list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """The next layer's room, for tensors like this one."""
+        shape = (*like.shape[:2], self.length, like.shape[3])
+        if like.device.type != "cpu":
+            return like.new_empty(shape)
+        kind = (like.dtype, shape)
+        if not self.left.get(kind):
+            self.left[kind] = list(like.new_empty(self.n_layers, *shape).unbind())
+        return self.left[kind].pop(0)
 
 
 @lru_cache(maxsize=1)
@@ -79,18 +101,17 @@ def _reserved_layer() -> Any:
         keys: Tensor
         values: Tensor
 
-        def __init__(self, length: int) -> None:
+        def __init__(self, rooms: tuple[Rooms, Rooms]) -> None:
             super().__init__()
-            self.length = length
+            self.rooms = rooms
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """Write behind what is there; returns all of it."""
             done = 0 if not self.is_initialized else self.keys.shape[2]
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
-                self.room = [
-                    each.new_empty(*each.shape[:2], self.length, each.shape[3]) for each in (key_states, value_states)
-                ]
+                states = (key_states, value_states)
+                self.room = [rooms.take(each) for rooms, each in zip(self.rooms, states, strict=True)]
             stop = done + key_states.shape[2]
             for room, new in zip(self.room, (key_states, value_states), strict=True):
                 room[:, :, done:stop] = new
@@ -174,8 +195,7 @@ def prefill(
     layers need while they work shrinks with the piece. An observer sees all rows of a layer at once, in one piece.
     """
     chunk = len(ids) if limits.chunk is None or observer is not None else limits.chunk
-    pieces = chunk < len(ids)
-    cache = reserved_cache(len(ids), twin.config.get_text_config().num_hidden_layers) if pieces else new_cache()
+    cache = reserved_cache(len(ids), twin.config.get_text_config().num_hidden_layers)
     rows, done = [], []
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]

@@ -22,6 +22,7 @@ from kvprobe.costs.inside import Setting
 from kvprobe.sizes import UNLIMITED, Limits
 
 SHRINKS = {
+    "allocator": (("chunk", 128), ("logits_bytes", 1 << 20)),
     "prefill": (("chunk", 128), ("logits_bytes", 1 << 20)),
     "arms": (("batch", 1), ("logits_bytes", 1 << 20)),
 }
@@ -109,8 +110,12 @@ class Costs:
         passes = -(-job.n // chunk)
         cache = one.kv_bytes * job.n // chunk
         flops = one.flops * job.n // chunk + _pairs_flops(one, job.n, 0)
+        # The C library serves blocks under 32 MiB from its heap, and what falls between them stays: up to a second
+        # working set was seen, by luck of the order in which two threads free theirs.
+        holes = [Step("allocator", one.work_bytes, held=True)] if self.device.type == "cpu" else []
         return [
             Step("KV cache", cache, held=True),
+            *holes,
             Step("prefill", one.work_bytes, flops, passes=passes),
         ]
 
@@ -163,7 +168,9 @@ def fit(costs: Costs, job: Job, base: int, memory: int, given: Limits) -> tuple[
     while True:
         steps = costs.steps(job, limits)
         over = [step.name for step, total in zip(steps, totals(base, steps), strict=True) if total > memory]
-        if base + sum(step.n_bytes for step in steps if step.held) > memory:  # nothing helps: say how little it takes
+        if (
+            base + sum(step.n_bytes for step in steps if step.held and step.name not in SHRINKS) > memory
+        ):  # nothing helps: say how little it takes
             smaller = _smallest(limits, given)
         else:
             smaller = next((each for name in over if (each := _smaller(limits, given, name)) != limits), limits)

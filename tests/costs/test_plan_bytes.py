@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 
 
 def planned(model, job, limits):
-    return peak(0, model.costs.steps(job, limits))
+    """What tensors hold; the holes that the C library's heap is granted hold none."""
+    return peak(0, [step for step in model.costs.steps(job, limits) if step.name != "allocator"])
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(chunk=64), SMALL], ids=["whole", "chunks", "few logits"])

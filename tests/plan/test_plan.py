@@ -49,7 +49,7 @@ def test_a_plan_of_a_model(tiny):
     assert (found.model, found.dtype, found.device) == ("llama", "float32", "cpu")
     assert found.fits and found.memory_bytes == 4 << 30 and found.limits == found.chosen == Limits(300, 4, 8 << 20)
     assert found.peak_bytes == peak(found.base_bytes, list(found.steps)) > found.base_bytes > found.weights_bytes
-    names = ["KV cache", "prefill", "observed rows", "one layer of them", "arms", "results of arms"]
+    names = ["KV cache", "allocator", "prefill", "observed rows", "one layer of them", "arms", "results of arms"]
     assert [step.name for step in found.steps] == names
     told = json.loads(json.dumps(found.to_dict()))
     assert told["length"] == 300 and told["chunk"] == 300 and told["batch"] == 4 and told["fits"]
@@ -166,7 +166,7 @@ def test_the_command(family, tiny_folder, capsys):
 
 def test_no_observed_rows_and_no_arms(tiny):
     found = made(tiny("gpt2"), queries=0, arms=0)
-    assert [step.name for step in found.steps] == ["KV cache", "prefill"]
+    assert [step.name for step in found.steps] == ["KV cache", "allocator", "prefill"]
     assert found.job == Job(300, 0, 0, 20, batch=found.job.batch)
 
 
@@ -180,7 +180,7 @@ def test_a_process_holds_what_its_plan_says(chunk, smol_path):
     before, base, said, held, used, batch = (int(word) for word in done.stdout.split()[-6:])
     assert smol_path and abs(base - before) < 0.02 * before and (used, batch) == (chunk or 2048, 16)
     assert 0.8 < said / held < 1.2
-    assert 0.75 < (said - base) / (held - before) < 1.35
+    assert 0.75 < (said - base) / (held - before) < 1.5
 
 
 def test_memory_in_words():
