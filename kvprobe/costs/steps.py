@@ -2,9 +2,10 @@
 
 A job: prefill n tokens once, observe some rows, run arms of a few rows each over the shared prefix. Its peak is
 
-    base + cache + max(prefill, looking at one layer, one batch of arms + results of all batches)
+    base + cache + holes + max(prefill, looking at one layer, one batch of arms + results of all batches)
 
-where base is what the process holds before (weights included), and each term is a :class:`Step`.
+where base is what the process holds before (weights included), holes what the C library's heap keeps on a CPU, and each
+term is a :class:`Step`.
 """
 
 from __future__ import annotations
@@ -168,9 +169,8 @@ def fit(costs: Costs, job: Job, base: int, memory: int, given: Limits) -> tuple[
     while True:
         steps = costs.steps(job, limits)
         over = [step.name for step, total in zip(steps, totals(base, steps), strict=True) if total > memory]
-        if (
-            base + sum(step.n_bytes for step in steps if step.held and step.name not in SHRINKS) > memory
-        ):  # nothing helps: say how little it takes
+        fixed = sum(step.n_bytes for step in steps if step.held and step.name not in SHRINKS)
+        if base + fixed > memory:  # nothing helps: say how little it takes
             smaller = _smallest(limits, given)
         else:
             smaller = next((each for name in over if (each := _smaller(limits, given, name)) != limits), limits)
